@@ -1,0 +1,183 @@
+"""Workspace: the memory, epoch and flags of one MoEConfig on one World, shared by its layers.
+
+It only places things and repairs them after an abort; what the regions hold is wire.py's business, and
+kernels get addresses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import wire
+from ..config import MoEConfig
+from ..errors import ArgumentError, WorldError, aborted
+from .memory import aligned_bytes
+
+if TYPE_CHECKING:
+    from .world import World
+
+KEPT = ("control", "send_counts", "send_cursors")
+"""Regions that poison() leaves alone: they carry state from one forward to the next."""
+
+
+class Workspace:
+    """Regions of wire.arena_layout and wire.local_layout for every local rank. Made by World.workspace().
+
+    Attributes: cfg, world, arena_layout, local_layout, layers (how many layers took a number).
+    Addresses are device addresses as ints; `rank` is always one of world.local_ranks.
+    """
+
+    def __init__(self, cfg: MoEConfig, world: World) -> None:
+        """Collective. Raises WorldError on every rank when memory runs out on one."""
+        self.cfg, self.world, self.layers = cfg, world, 0
+        self.arena_layout = wire.arena_layout(cfg, world.size)
+        self.local_layout = wire.local_layout(cfg, world.size)
+        self._local: dict[int, torch.Tensor] = {}
+        self._host: dict[int, torch.Tensor] = {}
+        self._words: dict[int, Any] = {}  # numpy views of _host: record() is on the path of every forward
+        self._scratch: dict[int, torch.Tensor] = {}
+        self._scratch_host: dict[int, torch.Tensor] = {}
+        self._arena = world.allocate(self.arena_layout.nbytes)
+        error: WorldError | None = None
+        for rank in world.local_ranks:
+            try:
+                self._allocate_local(rank)
+            except RuntimeError as problem:  # torch's out-of-memory errors are RuntimeErrors
+                text = f"cannot allocate {self.local_layout.nbytes} bytes of pools for rank {rank}: {problem}"
+                error = WorldError(f"{text} (see memory_estimate)")
+                break
+        failure = world.failure("allocating pools", error)
+        if failure is not None:
+            self.free()
+            raise failure
+
+    def _allocate_local(self, rank: int) -> None:
+        device = self.world.device(rank)
+        pinned = device.type == "cuda"
+        with self.world.on(rank):
+            self._local[rank] = aligned_bytes(self.local_layout.nbytes, device, zero=False)
+            for name in ("send_counts", "send_cursors"):
+                self._bytes(rank, name).zero_()
+            self._scratch[rank] = torch.zeros(wire.CONTROL_WORDS, dtype=torch.int64, device=device)
+            self._scratch[rank][wire.ABORT] = 1 + rank
+            # Pinned memory has one address for host and device (CUDA's unified addressing).
+            self._host[rank] = torch.zeros(wire.HOST_WORDS, dtype=torch.int64, pin_memory=pinned)
+            self._words[rank] = self._host[rank].numpy()
+            self._scratch_host[rank] = torch.zeros(wire.HOST_WORDS, dtype=torch.int64, pin_memory=pinned)
+        self.world.synchronize()
+
+    def next_layer(self) -> int:
+        """The number of a new layer on this workspace: 1, 2, ... It travels in every list header."""
+        self.layers += 1
+        return self.layers
+
+    def _bytes(self, rank: int, name: str) -> torch.Tensor:
+        self.world.require_open(f"workspace region {name!r}")
+        for layout, memory in ((self.arena_layout, self._arena.tensors), (self.local_layout, self._local)):
+            if name in layout:
+                region = layout[name]
+                return memory[rank][region.offset : region.offset + region.nbytes]
+        raise ArgumentError("region", name, f"one of {', '.join([*self.arena_layout, *self.local_layout])}")
+
+    def address(self, rank: int, region: str) -> int:
+        """Device address of a region; a multiple of 256."""
+        return self._bytes(rank, region).data_ptr()
+
+    def tensor(self, rank: int, region: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """A view of a region's first bytes. Raises ArgumentError when `shape` does not fit."""
+        raw = self._bytes(rank, region)
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if nbytes > raw.numel():
+            raise ArgumentError("shape", shape, f"at most {raw.numel()} bytes, the size of {region!r}")
+        return raw[:nbytes].view(dtype).view(shape)
+
+    def control(self, rank: int) -> torch.Tensor:
+        """The control block: int64 [wire.CONTROL_WORDS]."""
+        return self.tensor(rank, "control", torch.int64, (wire.CONTROL_WORDS,))
+
+    def deltas(self, rank: int) -> int:
+        """Address of int64 [W]: peer arena address = local arena address + entry."""
+        self.world.require_open("workspace deltas")
+        return self._arena.deltas[rank].data_ptr()
+
+    def host_address(self, rank: int) -> int:
+        """Device address of the rank's pinned host block (wire.HOST_WORDS int64)."""
+        self.world.require_open("workspace host block")
+        return self._host[rank].data_ptr()
+
+    def scratch_control(self, rank: int) -> int:
+        """Address of a control block that reads as aborted, for dry launches.
+
+        A kernel that is given it, with scratch_host, runs to its end and touches no peer.
+        """
+        self.world.require_open("workspace scratch")
+        return self._scratch[rank].data_ptr()
+
+    def scratch_host(self, rank: int) -> int:
+        """Device address of a pinned host block that nobody reads, for dry launches."""
+        self.world.require_open("workspace scratch")
+        return self._scratch_host[rank].data_ptr()
+
+    def record(self, rank: int) -> list[int] | None:
+        """The record that an aborted forward left: wire.RECORD_FIELDS ints, or None. Never blocks."""
+        self.world.require_open("workspace record")
+        words = self._words[rank]
+        if words[wire.HOST_STATE] == 0:
+            return None
+        # Read after the state word: the device wrote the record before it.
+        return words[wire.HOST_RECORD : wire.HOST_RECORD + wire.RECORD_FIELDS].tolist()
+
+    def raise_if_aborted(self) -> None:
+        """Raises the MegaMoEAborted of the first local rank that has a record. Never blocks."""
+        for rank in self.world.local_ranks:
+            words = self.record(rank)
+            if words is not None:
+                raise aborted(words)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set epoch and flags of the local ranks and clear all state between forwards.
+
+        Not collective, and only safe while no kernel runs on any rank; reset() sees to that.
+        """
+        for rank in self.world.local_ranks:
+            with self.world.on(rank):
+                control = self.control(rank)
+                control.zero_()  # abort, claim, deadline, records, counters of CTAs
+                control[wire.EPOCH] = epoch
+                control[wire.LIST_FLAG : wire.LIST_FLAG + 2 * wire.MAX_RANKS] = epoch
+                control[wire.RETURN_FLAG : wire.RETURN_FLAG + wire.MAX_RANKS] = epoch
+                self._bytes(rank, "send_counts").zero_()
+                self._bytes(rank, "send_cursors").zero_()
+        self.world.synchronize()
+        for rank in self.world.local_ranks:
+            self._host[rank].zero_()
+
+    def reset(self) -> None:
+        """Make the workspace usable after an abort (DESIGN promise 6). Collective, bounded.
+
+        Waits for the devices, then sets every rank's epoch and flags to the largest epoch + 2. Raises
+        WorldError naming ranks that do not come within timeout_s; the workspace stays aborted, try again.
+        """
+        self.world.require_open("reset")
+        self.world.synchronize()
+        # Nobody writes before all have arrived idle: a forward in flight still touches its peers' arenas.
+        epochs = [int(self.control(rank)[wire.EPOCH]) for rank in self.world.local_ranks]
+        self.set_epoch(max(self.world.gather(epochs, "reset: epochs")) + 2)
+        self.world.barrier("reset: flags set")
+
+    def poison(self, byte: int = 0xFF) -> None:
+        """For tests: fill every region except KEPT with a byte, so that stale data cannot pass unseen."""
+        for rank in self.world.local_ranks:
+            with self.world.on(rank):
+                for name in [*self.arena_layout, *self.local_layout]:
+                    if name not in KEPT:
+                        self._bytes(rank, name).fill_(byte)
+        self.world.synchronize()
+
+    def free(self) -> None:
+        """Give the memory back; collective, called by World.close()."""
+        for held in (self._local, self._words, self._host, self._scratch, self._scratch_host):
+            held.clear()
+        self.world.release(self._arena)

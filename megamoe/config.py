@@ -1,0 +1,147 @@
+"""The problem (:class:`MoEConfig`) and how to run it (:class:`Knobs`): frozen, hashable, validated."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, fields
+from typing import Literal
+
+from .errors import ConfigError
+
+MAX_RANKS = 8
+MAX_EXPERTS = 512
+MAX_TOP_K = 16
+MAX_HIDDEN = 16384
+MAX_INTERMEDIATE = 65536
+MAX_TOKENS = 1 << 18
+BLOCK = 128
+"""Columns of an activation scale and edge of a weight scale block (DeepSeek-V3 report, section 3.3.2)."""
+
+FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+"""Largest finite magnitude of each format (OCP 8-bit floating point specification, table 1)."""
+
+
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(name, value, allowed)
+
+
+def _require_int(name: str, value: object, low: int, high: int) -> None:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_int and low <= value <= high, name, value, f"an int from {low} to {high}")  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """What a layer computes. Equal configs share a workspace; every rank must hold an equal one.
+
+    hidden: H, columns of a token; a multiple of 128.
+    intermediate: I, columns after SwiGLU; a multiple of 128.
+    num_experts: E over all ranks (1 to 512, not only powers of two).
+    top_k: K, routes of a token (1 to 16, at most E).
+    max_tokens: the largest T of one rank and forward; buffers are sized by it, time is not.
+    fp8: "e4m3" or "e5m2", of weights and activations.
+    scale: "block" (1x128 activations, 128x128 weights, fp32) or "tensor" (static scalars).
+    act_group: columns that share a scale in FC1's output, 128 or 64 ("block" only; results differ).
+    accum: "promoted" (a second fp32 sum every 128 of K) or "single" ("tensor" only, less precise).
+    route_weight: where the routing weight is applied: "output" (FC2's fp32 sum) or "activation"
+        (SwiGLU's result before it is quantised).
+    clamp: None, or c > 0: gate <= c and |up| <= c before SwiGLU.
+    pool_rows: None for the worst case, or a bound on the routes one rank receives; a forward that
+        receives more aborts with cause pool_overflow.
+
+    Raises ConfigError, which names the field, its value and what is allowed.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    max_tokens: int
+    fp8: Literal["e4m3", "e5m2"] = "e4m3"
+    scale: Literal["block", "tensor"] = "block"
+    act_group: int = 128
+    accum: Literal["promoted", "single"] = "promoted"
+    route_weight: Literal["output", "activation"] = "output"
+    clamp: float | None = None
+    pool_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("hidden", self.hidden, BLOCK, MAX_HIDDEN)
+        _require(self.hidden % BLOCK == 0, "hidden", self.hidden, f"a multiple of {BLOCK}")
+        _require_int("intermediate", self.intermediate, BLOCK, MAX_INTERMEDIATE)
+        _require(self.intermediate % BLOCK == 0, "intermediate", self.intermediate, f"a multiple of {BLOCK}")
+        _require_int("num_experts", self.num_experts, 1, MAX_EXPERTS)
+        _require_int("top_k", self.top_k, 1, MAX_TOP_K)
+        _require(self.top_k <= self.num_experts, "top_k", self.top_k, f"at most num_experts ({self.num_experts})")
+        _require_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _require(self.fp8 in FP8_MAX, "fp8", self.fp8, "'e4m3' or 'e5m2'")
+        _require(self.scale in ("block", "tensor"), "scale", self.scale, "'block' or 'tensor'")
+        _require(self.act_group in (64, 128), "act_group", self.act_group, "64 or 128")
+        block = self.scale == "block"
+        _require(block or self.act_group == 128, "act_group", self.act_group, "128 with scale='tensor'")
+        _require(self.accum in ("promoted", "single"), "accum", self.accum, "'promoted' or 'single'")
+        _require(not block or self.accum == "promoted", "accum", self.accum, "'promoted' with scale='block'")
+        places = "'output' or 'activation' (the weight on FC1's input, as in Llama-4, is not supported)"
+        _require(self.route_weight in ("output", "activation"), "route_weight", self.route_weight, places)
+        if self.clamp is not None:
+            ok = isinstance(self.clamp, (int, float)) and 0 < self.clamp < float("inf")
+            _require(ok, "clamp", self.clamp, "None or a finite number above 0")
+            object.__setattr__(self, "clamp", float(self.clamp))
+        if self.pool_rows is not None:
+            _require_int("pool_rows", self.pool_rows, 1, (1 << 31) - 1)
+
+    def experts_local(self, world_size: int) -> int:
+        """E_local = E / W. Raises ConfigError unless 1 <= W <= 8 divides E."""
+        _require_int("world_size", world_size, 1, MAX_RANKS)
+        divides = self.num_experts % world_size == 0
+        _require(divides, "num_experts", self.num_experts, f"a multiple of world_size ({world_size})")
+        return self.num_experts // world_size
+
+    def pool_capacity(self, world_size: int) -> int:
+        """Rows of one rank's pool: pool_rows, else the worst case W * max_tokens * min(K, E_local)."""
+        worst = world_size * self.max_tokens * min(self.top_k, self.experts_local(world_size))
+        rows = worst if self.pool_rows is None else min(self.pool_rows, worst)
+        _require(rows < 1 << 31, "pool_rows", rows, "below 2**31 rows a rank; set pool_rows or lower max_tokens")
+        return rows
+
+    def fingerprint(self) -> str:
+        """Hex digest of every field; equal on two ranks only when the configs are equal."""
+        return hashlib.sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """How to run a problem; never changes what it computes or what travels between ranks.
+
+    tile_rows: pool rows of a GEMM tile, 64 (one math warpgroup) or 128 (two).
+    stages: K blocks of 128 held in shared memory, 2 to 12; None fills it.
+    copy_depth: rows in flight a warp in pull and token-back, 2 to 8; None picks by row size.
+    """
+
+    tile_rows: int = 128
+    stages: int | None = None
+    copy_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.tile_rows in (64, 128), "tile_rows", self.tile_rows, "64 or 128")
+        if self.stages is not None:
+            _require_int("stages", self.stages, 2, 12)
+        if self.copy_depth is not None:
+            _require_int("copy_depth", self.copy_depth, 2, 8)
+
+    def describe(self) -> str:
+        """One line, field=value."""
+        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+
+
+def supported_modes() -> list[dict[str, object]]:
+    """Every combination of number format fields that kernels support; tests and CI iterate it."""
+    modes: list[dict[str, object]] = []
+    for fp8 in FP8_MAX:
+        for place in ("output", "activation"):
+            for group in (128, 64):
+                modes.append(dict(fp8=fp8, scale="block", act_group=group, route_weight=place))
+            for accum in ("promoted", "single"):
+                modes.append(dict(fp8=fp8, scale="tensor", accum=accum, route_weight=place))
+    return modes

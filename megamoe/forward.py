@@ -1,0 +1,171 @@
+"""One rank's staged forward: the kernels bound to a workspace, a layer's weights and Knobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .comm.workspace import Workspace
+from .config import Knobs, MoEConfig
+from .inputs import Inputs
+from .kernels import build
+from .kernels.exchange import Exchange, ExchangeSpec, exchange_grid
+from .kernels.faults import NO_FAULTS, Faults
+from .kernels.fc1 import FC1, FC1Spec
+from .kernels.fc2 import FC2, FC2Spec
+from .kernels.pull import Pull, PullSpec
+from .kernels.reduce import Reduce, ReduceSpec, reduce_grid
+from .kernels.sort import Sort, SortSpec, sort_grid
+from .kernels.stage import Stage, StageSpec, stage_grid
+from .kernels.token_back import TokenBack, TokenBackSpec
+from .weights import ExpertWeights
+
+STAGES = ("stage", "sort", "exchange", "pull", "fc1", "fc2", "token_back", "reduce")
+
+Launch = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one forward of one rank reads and writes: addresses and counts."""
+
+    x: int
+    scales: int
+    ids: int
+    ids_are_64: int
+    weights: int
+    weights_are_bf16: int
+    tokens: int
+    y: int
+    prequantized: bool
+
+    @classmethod
+    def of(cls, inputs: Inputs, y: torch.Tensor) -> Call:
+        """The call for checked inputs and an output tensor."""
+        return cls(
+            x=inputs.x.data_ptr(),
+            scales=0 if inputs.scales is None else inputs.scales.data_ptr(),
+            ids=inputs.ids.data_ptr(),
+            ids_are_64=int(inputs.ids.dtype is torch.int64),
+            weights=inputs.weights.data_ptr(),
+            weights_are_bf16=int(inputs.weights.dtype is torch.bfloat16),
+            tokens=inputs.tokens,
+            y=y.data_ptr(),
+            prequantized=inputs.prequantized,
+        )
+
+
+EMPTY = Call(0, 0, 0, 0, 0, 0, 0, 0, False)
+
+
+class RankForward:
+    """Launches the eight kernels of a forward on one rank. Compiling happens in the constructor only."""
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        knobs: Knobs,
+        workspace: Workspace,
+        rank: int,
+        experts: ExpertWeights,
+        *,
+        layer: int,
+        timeout_s: float,
+        num_sms: int,
+        check_routes: bool = False,
+        faults: Faults = NO_FAULTS,
+    ) -> None:
+        world_size = workspace.world.size
+        local = cfg.experts_local(world_size)
+        self._cfg, self._num_sms = cfg, num_sms
+        self._stages = {
+            pre: build.build(Stage(StageSpec.from_config(cfg, world_size, prequantized=pre, check_routes=check_routes)))
+            for pre in (False, True)
+        }
+        self._sort = build.build(Sort(SortSpec.from_config(cfg, world_size)))
+        self._exchange = build.build(Exchange(ExchangeSpec.from_config(cfg, world_size, faults)))
+        self._pull = build.build(Pull(PullSpec.from_config(cfg, world_size, knobs, faults)))
+        self._fc1 = build.build(FC1(FC1Spec.from_config(cfg, local, knobs)))
+        self._fc2 = build.build(FC2(FC2Spec.from_config(cfg, local, knobs)))
+        self._token_back = build.build(TokenBack(TokenBackSpec.from_config(cfg, world_size, knobs, faults)))
+        self._reduce = build.build(Reduce(ReduceSpec.from_config(cfg, world_size, faults)))
+        self._bind(workspace, rank, experts, layer, round(timeout_s * 1e9))
+
+    def _bind(self, ws: Workspace, rank: int, experts: ExpertWeights, layer: int, timeout_ns: int) -> None:
+        """Fix every argument that no call changes."""
+        cfg = self._cfg
+        at = {name: ws.address(rank, name) for name in (*ws.arena_layout, *ws.local_layout)}
+        deltas, rows = ws.deltas(rank), cfg.pool_capacity(ws.world.size)
+        x_scale, act_scale = experts.x_scale or 1.0, experts.act_scale or 1.0
+        capacity = cfg.max_tokens * cfg.top_k
+        self._control = at["control"]
+        self._scratch = ws.scratch_control(rank)
+        self._host, self._scratch_host = ws.host_address(rank), ws.scratch_host(rank)
+        self._head = (deltas, rank)
+        self._x_scale = x_scale
+        self._stage_out = (at["x"], at["ids"], at["weights"], at["send_counts"], at["send_cursors"], timeout_ns)
+        self._sort_args = (
+            *(at["ids"], at["weights"], at["send_counts"], at["send_cursors"]),
+            *(at["send_start"], at["sorted"]),
+        )
+        self._exchange_args = (
+            *(deltas, rank, layer, at["send_counts"], at["send_start"], at["sorted"]),
+            *(at["counts"], at["lists"], capacity),
+        )
+        self._pull_args = (
+            *(deltas, rank, layer, at["counts"], at["lists"], capacity, at["x"]),
+            *(at["pool_x"], at["pool_meta"], at["pool_weight"], at["expert_start"], rows, self._num_sms),
+        )
+        self._fc1_args = (
+            *(at["pool_x"], at["expert_start"], experts.w13.data_ptr(), experts.w13_scale.data_ptr()),
+            *(at["pool_weight"], at["pool_act"], 0, rows, self._num_sms, x_scale, act_scale),
+        )
+        self._fc2_args = (
+            *(at["pool_act"], at["expert_start"], experts.w2.data_ptr(), experts.w2_scale.data_ptr()),
+            *(at["pool_weight"], at["pool_y"], rows, self._num_sms, act_scale),
+        )
+        self._back_args = (
+            *(deltas, rank, at["expert_start"], at["pool_meta"], at["pool_y"], at["slots"], self._num_sms),
+        )
+        self._reduce_args = (at["ids"], at["send_start"], at["slots"])
+
+    def steps(self, call: Call, stream: int, *, dry: bool = False) -> list[Callable[[], None]]:
+        """The eight launches, in the order of STAGES, for callers that time or delay them one by one.
+
+        dry: run on the scratch control block, whose abort word is set: every kernel loads and runs to its
+        end, touches no peer and waits for nobody.
+        """
+        cfg, sms, tokens = self._cfg, self._num_sms, call.tokens
+        control = self._scratch if dry else self._control
+        host = self._scratch_host if dry else self._host
+        return [
+            lambda: self._stages[call.prequantized](
+                *(control, *self._head, call.x, call.scales, call.ids, call.ids_are_64),
+                *(call.weights, call.weights_are_bf16, tokens, self._x_scale, *self._stage_out),
+                *(stage_grid(cfg.hidden, tokens, cfg.top_k, sms), stream),
+            ),
+            lambda: self._sort(control, tokens, *self._sort_args, sort_grid(tokens, cfg.top_k, sms), stream),
+            lambda: self._exchange(control, *self._exchange_args, exchange_grid(tokens, cfg.top_k, sms), stream),
+            lambda: self._pull(control, *self._pull_args, stream),
+            lambda: self._fc1(*self._fc1_args, stream),
+            lambda: self._fc2(*self._fc2_args, stream),
+            lambda: self._token_back(control, *self._back_args, stream),
+            lambda: self._reduce(
+                *(control, *self._head, tokens, *self._reduce_args, call.y, host),
+                *(reduce_grid(cfg.hidden, tokens, sms), stream),
+            ),
+        ]
+
+    def launch(self, call: Call, stream: int) -> None:
+        """Enqueue a forward; never compiles, allocates or waits."""
+        for step in self.steps(call, stream):
+            step()
+
+    def load(self, stream: int) -> None:
+        """Load every kernel on the device by a dry forward, so that no module load meets a waiting peer."""
+        for prequantized in (False, True):
+            call = Call(**{**EMPTY.__dict__, "prequantized": prequantized})
+            for step in self.steps(call, stream, dry=True):
+                step()

@@ -1,0 +1,64 @@
+"""Compile once per (kernel, spec), launch through TVM-FFI.
+
+A device kernel is a class with a frozen `spec` (what is compiled in) and `ARGS` (DSL types of its
+run-time arguments). `build` turns an instance into a function of plain ints and floats plus a stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, Protocol
+
+import cutlass.cute as cute
+import torch
+from cutlass.cute.runtime import make_fake_stream
+
+from ..errors import MegaMoEError
+
+OPTIONS = "--enable-tvm-ffi"
+
+
+class DeviceKernel(Protocol):
+    """What `build` needs: ARGS, spec, and a cute.jit __call__(*ARGS, stream) that launches."""
+
+    ARGS: ClassVar[tuple[type, ...]]
+    spec: Hashable
+
+    def __call__(self, *args: Any) -> None: ...
+
+
+_built: dict[tuple[type, Hashable], Callable[..., None]] = {}
+_lock = threading.Lock()
+
+
+def capturing() -> bool:
+    """Whether the current CUDA stream is being captured in a graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def compile_kernel(kernel: DeviceKernel, options: str = OPTIONS) -> Any:
+    """Trace and compile for the target architecture; no cache. Needs no GPU when CUTE_DSL_ARCH is set."""
+    fakes = [arg(0) for arg in kernel.ARGS]
+    return cute.compile(kernel, *fakes, make_fake_stream(), options=options)
+
+
+def build(kernel: DeviceKernel) -> Callable[..., None]:
+    """The launcher of `kernel`: f(*ints and floats in ARGS order, stream handle).
+
+    Compiles on the first call for a (class, spec) and never again in the process. Raises MegaMoEError
+    inside a graph capture, where compiling is not possible: call warmup() first.
+    """
+    key = (type(kernel), kernel.spec)
+    with _lock:
+        launch = _built.get(key)
+        if launch is None:
+            if capturing():
+                raise MegaMoEError(f"{type(kernel).__name__} is not compiled yet: call warmup() before graph capture")
+            launch = _built[key] = compile_kernel(kernel)
+    return launch
+
+
+def stream_handle(device: torch.device) -> int:
+    """CUstream of torch's current stream on `device`."""
+    return torch.cuda.current_stream(device).cuda_stream

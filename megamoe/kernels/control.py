@@ -1,0 +1,116 @@
+"""Bounded waits, the abort protocol and last-CTA counters: DESIGN promises 5 and 6, device side.
+
+`control` is the address of the rank's control block (wire.py); `deltas` the address of int64 [W] with
+peer address = local address + delta.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from .. import wire
+from . import prims
+
+
+@cute.jit
+def running_epoch(control: Int64) -> Int64:
+    """The number of the forward in flight: the epoch of the last one that ended, plus one."""
+    return prims.ld_i64(control + 8 * wire.EPOCH) + 1
+
+
+@cute.jit
+def aborted(control: Int64) -> Boolean:
+    """Whether this rank or a peer has aborted; polled, so never cached."""
+    return prims.ld_relaxed_sys(control + 8 * wire.ABORT) != 0
+
+
+@cute.jit
+def cta_aborted(control: Int64) -> Int32:
+    """Barrier of the CTA; the same answer (0 or 1) in all its threads, even when an abort arrives meanwhile."""
+    flag = Int32(0)
+    if aborted(control):
+        flag = Int32(1)
+    return prims.cta_any(flag)
+
+
+@cute.jit
+def delta_of(deltas: Int64, peer: Int32) -> Int64:
+    """What to add to a local arena address to reach `peer`'s."""
+    return prims.ld_i64(deltas + Int64(peer) * 8)
+
+
+@cute.jit
+def abort_all(
+    control: Int64,
+    deltas: Int64,
+    world_size: cutlass.Constexpr,
+    rank: Int32,
+    cause: cutlass.Constexpr,
+    phase: cutlass.Constexpr,
+    blamed: Int32,
+    expert: Int32,
+    expected: Int64,
+    seen: Int64,
+    epoch: Int64,
+):
+    """One thread: write this rank's record at every peer, then every abort word. First caller only.
+
+    The abort word is taken by compare and swap, so when two ranks abort at once each reader still
+    finds one complete record, that of the rank that came first there.
+    """
+    if prims.cas_sys_i64(control + 8 * wire.CLAIM, Int64(0), Int64(1)) == 0:
+        record = control + 8 * (wire.RECORDS + Int64(rank) * wire.RECORD_FIELDS)
+        for peer in cutlass.range_constexpr(world_size):
+            at = record + delta_of(deltas, Int32(peer))
+            prims.st_relaxed_sys(at, Int64(int(cause)))
+            prims.st_relaxed_sys(at + 8, Int64(rank))
+            prims.st_relaxed_sys(at + 16, Int64(blamed))
+            prims.st_relaxed_sys(at + 24, Int64(int(phase)))
+            prims.st_relaxed_sys(at + 32, Int64(expert))
+            prims.st_relaxed_sys(at + 40, expected)
+            prims.st_relaxed_sys(at + 48, seen)
+            prims.st_relaxed_sys(at + 56, epoch)
+        prims.fence_sys()
+        for peer in cutlass.range_constexpr(world_size):
+            word = control + 8 * wire.ABORT + delta_of(deltas, Int32(peer))
+            prims.cas_sys_i64(word, Int64(0), Int64(rank) + 1)
+
+
+@cute.jit
+def wait_flag(flag: Int64, epoch: Int64, control: Int64, deadline: Int64):
+    """Poll `flag` until it holds `epoch` or later, an abort, or the deadline.
+
+    Returns (seen, timed_out): seen >= epoch is success; timed_out is set only when the deadline passed
+    without an abort, and then the caller must abort_all. Acquires at system scope.
+    """
+    seen = prims.ld_acquire_sys(flag)
+    timed_out = Boolean(False)
+    stop = Boolean(False)
+    polls = Int32(0)
+    while seen < epoch and not stop:
+        if polls > 64:
+            prims.nanosleep(Int32(100))
+        if aborted(control):
+            stop = Boolean(True)
+        elif prims.globaltimer() > deadline:
+            stop = Boolean(True)
+            timed_out = Boolean(True)
+        polls += 1
+        seen = prims.ld_acquire_sys(flag)
+    if seen >= epoch:
+        timed_out = Boolean(False)
+    return seen, timed_out
+
+
+@cute.jit
+def arrive_last(counter: Int64, ctas: Int32) -> Boolean:
+    """One thread a CTA: count it in; true in the last of `ctas`, which also clears the counter.
+
+    The release half covers what the CTA's other threads wrote before the barrier that precedes it.
+    """
+    last = prims.atom_add_acq_rel_i64(counter, Int64(1)) == Int64(ctas) - 1
+    if last:
+        prims.st_i64(counter, Int64(0))
+    return last

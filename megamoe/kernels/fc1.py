@@ -1,0 +1,237 @@
+"""FC1: grouped GEMM over the pool, then clamp, SwiGLU and quantisation, into activation records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+from torch import Tensor
+
+from .. import wire
+from ..config import BLOCK, Knobs, MoEConfig
+from . import build, gemm_epilogue, gemm_main, gemm_tiles, prims, rows
+
+
+@dataclass(frozen=True)
+class FC1Spec:
+    """What the FC1 kernel compiles in. debug: also store fp32 activations before quantisation."""
+
+    gemm: gemm_tiles.GemmSpec
+    act_pitch: int
+    act_group: int
+    clamp: float | None
+    weighted: bool
+    debug: bool = False
+
+    @classmethod
+    def from_config(cls, cfg: MoEConfig, experts_local: int, knobs: Knobs, debug: bool = False) -> FC1Spec:
+        """The spec of a config. Raises ConfigError when knobs.stages doesn't fit in shared memory."""
+        block = cfg.scale == "block"
+        gemm = gemm_tiles.GemmSpec(
+            experts=experts_local,
+            k=cfg.hidden,
+            n=2 * cfg.intermediate,
+            pitch=wire.input_format(cfg).pitch,
+            fp8=cfg.fp8,
+            mode="block" if block else cfg.accum,
+            group=BLOCK,
+            w_scales=2,
+            passes=2 if block and cfg.act_group == 128 else 1,
+            tile_rows=knobs.tile_rows,
+            stages=gemm_tiles.pick_stages(knobs.tile_rows, experts_local, knobs.stages),
+        )
+        weighted = cfg.route_weight == "activation"
+        return cls(gemm, wire.activation_format(cfg).pitch, cfg.act_group, cfg.clamp, weighted, debug)
+
+    @property
+    def intermediate(self) -> int:
+        return self.gemm.n // 2
+
+
+@cute.jit
+def fc1_tile(
+    spec: cutlass.Constexpr,
+    load_scale: cutlass.Constexpr,
+    ring: gemm_main.Ring,
+    math: gemm_main.MathThread,
+    tile: gemm_tiles.Tile,
+    x: Int64,
+    w_scale: Int64,
+    pool_weight: Int64,
+    act: Int64,
+    debug: Int64,
+    x_scale: Float32,
+    act_scale: Float32,
+    stage: Int32,
+    phase: Int32,
+):
+    """Math warps: one work item from stages to activation records. Returns the ring state after it.
+
+    Addresses as in FC1.ARGS. load_scale(address) reads an fp32 scale.
+    """
+    gemm = spec.gemm
+    block = gemm.mode == "block"
+    mine = gemm_main.thread_rows(math, tile)
+    safe = gemm_main.safe_rows(math, tile)
+    live = tuple(gemm_epilogue.row_live(row, tile.end) for row in mine)
+    factor = Float32(1.0)
+    row_scales = ()
+    if cutlass.const_expr(block):
+        row_scales = tuple(gemm_epilogue.row_address(x, gemm.pitch, row) + gemm.k for row in safe)
+    else:
+        factor = x_scale * load_scale(w_scale + Int64(tile.expert) * 4)
+    weights = ()
+    if cutlass.const_expr(spec.weighted):
+        weights = tuple(load_scale(gemm_epilogue.row_address(pool_weight, 4, row)) for row in safe)
+    values = cute.make_rmem_tensor(32 * gemm.passes, Float32)
+    for item in cutlass.range_constexpr(gemm.passes):
+        w_scales = ()
+        if cutlass.const_expr(block):
+            row_block = (tile.column * gemm.passes + item) // 2
+            half = Int64(spec.intermediate // BLOCK) * gemm.k_blocks * 4
+            gate = w_scale + Int64(tile.expert) * (2 * half) + Int64(row_block) * (4 * gemm.k_blocks)
+            w_scales = (gate, gate + half)
+        stage, phase = gemm_main.sum_tile(gemm, load_scale, ring, math, row_scales, w_scales, stage, phase)
+        gemm_epilogue.activate(spec.clamp, math.acc, item, factor, not block, weights, values)
+    dests = tuple(gemm_epilogue.row_address(act, spec.act_pitch, row) for row in mine)
+    gemm_epilogue.store_activation(
+        gemm.fp8, block, spec.intermediate, gemm.passes, values, act_scale, tile.column, math.quad, dests, live
+    )
+    if cutlass.const_expr(spec.debug):
+        dests = tuple(gemm_epilogue.row_address(debug, 4 * spec.intermediate, row) for row in mine)
+        gemm_epilogue.store_debug(gemm.passes, values, tile.column, math.quad, dests, live)
+    return stage, phase
+
+
+class FC1:
+    """The staged FC1 kernel. Launch: build.build(FC1(spec))(*ARGS, stream).
+
+    ARGS: x, records of the pool [rows_total, pitch]; expert_start, int32 [E_local + 1]; w13, FP8
+    [E_local, 2I, H] in kernel order; w13_scale, fp32 [E_local, 2, I/128, H/128] (block) or [E_local]
+    (tensor); pool_weight, fp32 [rows_total] (read with route_weight "activation"); act, activation
+    records to write; debug, fp32 [rows_total, I] (spec.debug); then rows_total, grid (CTAs, at most one an
+    SM is useful), x_scale, act_scale (tensor mode; else not read). Addresses that aren't used may be 0.
+    """
+
+    ARGS = (Int64, Int64, Int64, Int64, Int64, Int64, Int64, Int32, Int32, Float32, Float32)
+
+    def __init__(self, spec: FC1Spec) -> None:
+        self.spec = spec
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a CTA."""
+        return self.spec.gemm.smem_bytes
+
+    @cute.kernel
+    def kernel(
+        self,
+        ops: gemm_main.Operands,
+        x: Int64,
+        expert_start: Int64,
+        w_scale: Int64,
+        pool_weight: Int64,
+        act: Int64,
+        debug: Int64,
+        x_scale: Float32,
+        act_scale: Float32,
+    ):
+        spec, gemm = self.spec, self.spec.gemm
+        ring, schedule = gemm_main.start(gemm, ops, expert_start)
+        if gemm_main.is_producer(gemm):
+            gemm_main.producer_role(gemm, ops, ring, schedule)
+        else:
+            cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
+            thread, _, _ = cute.arch.thread_idx()
+            math = gemm_main.make_math_thread(gemm, ring, thread)
+            stage, phase = Int32(0), Int32(0)
+            index, _, _ = cute.arch.block_idx()
+            grid, _, _ = cute.arch.grid_dim()
+            total = gemm_tiles.total_tiles(gemm, schedule)
+            while index < total:
+                tile = gemm_tiles.find_tile(gemm, schedule, index)
+                stage, phase = fc1_tile(
+                    spec,
+                    prims.ld_weak_f32,
+                    ring,
+                    math,
+                    tile,
+                    x,
+                    w_scale,
+                    pool_weight,
+                    act,
+                    debug,
+                    x_scale,
+                    act_scale,
+                    stage,
+                    phase,
+                )
+                index += grid
+
+    @cute.jit
+    def __call__(
+        self,
+        x: Int64,
+        expert_start: Int64,
+        w13: Int64,
+        w13_scale: Int64,
+        pool_weight: Int64,
+        act: Int64,
+        debug: Int64,
+        rows_total: Int32,
+        grid: Int32,
+        x_scale: Float32,
+        act_scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        gemm = self.spec.gemm
+        ops = gemm_main.make_operands(gemm, x, w13, rows_total)
+        self.kernel(ops, x, expert_start, w13_scale, pool_weight, act, debug, x_scale, act_scale).launch(
+            grid=(grid, 1, 1), block=(gemm.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )
+
+
+FC1.kernel.set_name_prefix("megamoe_fc1", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+def fc1(
+    x_rows: Tensor,
+    expert_start: Tensor,
+    experts: rows.Experts,
+    weights: Tensor | None = None,
+    knobs: Knobs = Knobs(),  # noqa: B008 (frozen)
+    *,
+    num_sms: int | None = None,
+    debug: bool = False,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """FC1, clamp, SwiGLU and quantisation of pool rows, on torch's current stream.
+
+    x_rows: uint8 [R, pitch], records of wire.input_format(cfg) (rows.pack_rows makes them), grouped by
+    expert. expert_start: int32 [E_local + 1]; rows expert_start[e] to expert_start[e + 1] are expert e's.
+    weights: fp32 [R], needed with route_weight="activation". num_sms: CTAs to launch, default all SMs.
+    Returns uint8 [R, pitch], records of wire.activation_format(cfg) (in `out` if given), and with debug
+    also fp32 [R, I], the activations before they are quantised. Rows of no expert are left as they were.
+    Raises InputError when a tensor doesn't fit.
+    """
+    cfg = experts.cfg
+    fmt, total = wire.activation_format(cfg), x_rows.shape[0]
+    local = experts.w13.shape[0]
+    rows.check_rows("x_rows", x_rows, wire.input_format(cfg).pitch)
+    rows.check("expert_start", expert_start, torch.int32, local + 1)
+    weight_address = rows.weight_address(cfg, "activation", weights, total)
+    if out is None:
+        out = torch.empty(total, fmt.pitch, dtype=torch.uint8, device=x_rows.device)
+    rows.check("out", out, torch.uint8, total, fmt.pitch)
+    act = torch.empty(total if debug else 0, cfg.intermediate, dtype=torch.float32, device=x_rows.device)
+    if total:
+        build.build(FC1(FC1Spec.from_config(cfg, local, knobs, debug)))(
+            *(x_rows.data_ptr(), expert_start.data_ptr(), experts.w13.data_ptr(), experts.w13_scale.data_ptr()),
+            *(weight_address, out.data_ptr(), act.data_ptr(), total, rows.ctas(x_rows, num_sms)),
+            *(experts.x_scale or 1.0, experts.act_scale or 1.0, build.stream_handle(x_rows.device)),
+        )
+    return (out, act) if debug else out

@@ -1,0 +1,202 @@
+"""FC2: grouped GEMM over activation records, times the routing weight, to bf16 rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64
+from torch import Tensor
+
+from .. import wire
+from ..config import Knobs, MoEConfig
+from . import build, gemm_epilogue, gemm_main, gemm_tiles, prims, rows
+
+
+@dataclass(frozen=True)
+class FC2Spec:
+    """What the FC2 kernel compiles in. weighted: multiply by the routing weight."""
+
+    gemm: gemm_tiles.GemmSpec
+    weighted: bool
+
+    @classmethod
+    def from_config(cls, cfg: MoEConfig, experts_local: int, knobs: Knobs) -> FC2Spec:
+        """The spec of a config. Raises ConfigError when knobs.stages doesn't fit in shared memory."""
+        gemm = gemm_tiles.GemmSpec(
+            experts=experts_local,
+            k=cfg.intermediate,
+            n=cfg.hidden,
+            pitch=wire.activation_format(cfg).pitch,
+            fp8=cfg.fp8,
+            mode="block" if cfg.scale == "block" else cfg.accum,
+            group=cfg.act_group,
+            w_scales=1,
+            passes=1,
+            tile_rows=knobs.tile_rows,
+            stages=gemm_tiles.pick_stages(knobs.tile_rows, experts_local, knobs.stages),
+        )
+        return cls(gemm, cfg.route_weight == "output")
+
+
+@cute.jit
+def fc2_tile(
+    spec: cutlass.Constexpr,
+    load_scale: cutlass.Constexpr,
+    ring: gemm_main.Ring,
+    math: gemm_main.MathThread,
+    tile: gemm_tiles.Tile,
+    act: Int64,
+    w_scale: Int64,
+    pool_weight: Int64,
+    act_scale: Float32,
+    dests: tuple,
+    stage: Int32,
+    phase: Int32,
+):
+    """Math warps: one work item from stages to bf16 rows. Returns the ring state after it.
+
+    Addresses as in FC2.ARGS; dests: the bf16 rows [H] of this thread's two rows, stored to when live.
+    load_scale(address) reads an fp32 scale.
+    """
+    gemm = spec.gemm
+    mine = gemm_main.thread_rows(math, tile)
+    safe = gemm_main.safe_rows(math, tile)
+    live = tuple(gemm_epilogue.row_live(row, tile.end) for row in mine)
+    row_scales, w_scales, factors = (), (), ()
+    if cutlass.const_expr(spec.weighted):
+        factors = tuple(load_scale(gemm_epilogue.row_address(pool_weight, 4, row)) for row in safe)
+    if cutlass.const_expr(gemm.mode == "block"):
+        row_scales = tuple(gemm_epilogue.row_address(act, gemm.pitch, row) + gemm.k for row in safe)
+        row_block = Int64(tile.expert) * gemm.n_tiles + Int64(tile.column)
+        w_scales = (w_scale + row_block * (4 * gemm.k_blocks),)
+    else:
+        factor = act_scale * load_scale(w_scale + Int64(tile.expert) * 4)
+        factors = tuple(factor * f for f in factors) if spec.weighted else (factor, factor)
+    stage, phase = gemm_main.sum_tile(gemm, load_scale, ring, math, row_scales, w_scales, stage, phase)
+    gemm_epilogue.store_output(math.acc, factors, tile.column, math.quad, dests, live)
+    return stage, phase
+
+
+class FC2:
+    """The staged FC2 kernel. Launch: build.build(FC2(spec))(*ARGS, stream).
+
+    ARGS: act, activation records [rows_total, pitch]; expert_start, int32 [E_local + 1]; w2, FP8
+    [E_local, H, I] in kernel order; w2_scale, fp32 [E_local, H/128, I/128] (block) or [E_local] (tensor);
+    pool_weight, fp32 [rows_total] (read with route_weight "output"); y, bf16 [rows_total, H] to write;
+    then rows_total, grid (CTAs, at most one an SM is useful), act_scale (tensor mode; else not read).
+    Addresses that aren't used may be 0.
+    """
+
+    ARGS = (Int64, Int64, Int64, Int64, Int64, Int64, Int32, Int32, Float32)
+
+    def __init__(self, spec: FC2Spec) -> None:
+        self.spec = spec
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a CTA."""
+        return self.spec.gemm.smem_bytes
+
+    @cute.kernel
+    def kernel(
+        self,
+        ops: gemm_main.Operands,
+        act: Int64,
+        expert_start: Int64,
+        w_scale: Int64,
+        pool_weight: Int64,
+        y: Int64,
+        act_scale: Float32,
+    ):
+        spec, gemm = self.spec, self.spec.gemm
+        ring, schedule = gemm_main.start(gemm, ops, expert_start)
+        if gemm_main.is_producer(gemm):
+            gemm_main.producer_role(gemm, ops, ring, schedule)
+        else:
+            cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
+            thread, _, _ = cute.arch.thread_idx()
+            math = gemm_main.make_math_thread(gemm, ring, thread)
+            stage, phase = Int32(0), Int32(0)
+            index, _, _ = cute.arch.block_idx()
+            grid, _, _ = cute.arch.grid_dim()
+            total = gemm_tiles.total_tiles(gemm, schedule)
+            while index < total:
+                tile = gemm_tiles.find_tile(gemm, schedule, index)
+                mine = gemm_main.thread_rows(math, tile)
+                dests = tuple(gemm_epilogue.row_address(y, 2 * gemm.n, row) for row in mine)
+                stage, phase = fc2_tile(
+                    spec,
+                    prims.ld_weak_f32,
+                    ring,
+                    math,
+                    tile,
+                    act,
+                    w_scale,
+                    pool_weight,
+                    act_scale,
+                    dests,
+                    stage,
+                    phase,
+                )
+                index += grid
+
+    @cute.jit
+    def __call__(
+        self,
+        act: Int64,
+        expert_start: Int64,
+        w2: Int64,
+        w2_scale: Int64,
+        pool_weight: Int64,
+        y: Int64,
+        rows_total: Int32,
+        grid: Int32,
+        act_scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        gemm = self.spec.gemm
+        ops = gemm_main.make_operands(gemm, act, w2, rows_total)
+        self.kernel(ops, act, expert_start, w2_scale, pool_weight, y, act_scale).launch(
+            grid=(grid, 1, 1), block=(gemm.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+        )
+
+
+FC2.kernel.set_name_prefix("megamoe_fc2", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
+def fc2(
+    act_rows: Tensor,
+    expert_start: Tensor,
+    experts: rows.Experts,
+    weights: Tensor | None = None,
+    knobs: Knobs = Knobs(),  # noqa: B008 (frozen)
+    *,
+    num_sms: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """FC2 of activation rows, on torch's current stream.
+
+    act_rows: uint8 [R, pitch], records of wire.activation_format(cfg), as fc1 returns them. expert_start:
+    int32 [E_local + 1]. weights: fp32 [R], needed with route_weight="output". num_sms: CTAs to launch,
+    default all SMs. Returns bf16 [R, H] (in `out` if given); rows of no expert are left as they were.
+    Raises InputError when a tensor doesn't fit.
+    """
+    cfg = experts.cfg
+    local, total = experts.w2.shape[0], act_rows.shape[0]
+    rows.check_rows("act_rows", act_rows, wire.activation_format(cfg).pitch)
+    rows.check("expert_start", expert_start, torch.int32, local + 1)
+    weight_address = rows.weight_address(cfg, "output", weights, total)
+    if out is None:
+        out = torch.empty(total, cfg.hidden, dtype=torch.bfloat16, device=act_rows.device)
+    rows.check("out", out, torch.bfloat16, total, cfg.hidden)
+    if total:
+        build.build(FC2(FC2Spec.from_config(cfg, local, knobs)))(
+            *(act_rows.data_ptr(), expert_start.data_ptr(), experts.w2.data_ptr(), experts.w2_scale.data_ptr()),
+            *(weight_address, out.data_ptr(), total, rows.ctas(act_rows, num_sms), experts.act_scale or 1.0),
+            build.stream_handle(act_rows.device),
+        )
+    return out

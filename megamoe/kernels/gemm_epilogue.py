@@ -1,0 +1,148 @@
+"""From accumulators to memory: SwiGLU and quantisation after FC1, routing weight and bf16 after FC2.
+
+Each thread stores its own rows in 16-byte pieces (wire.interleave_gate_up and interleave_down put the
+weight rows in the order that makes this possible). Functions take the destination address of each of the
+thread's two rows and whether it is live, so rows may go anywhere, a peer included.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from ..config import FP8_MAX
+from ..numerics import AMAX_FLOOR
+from . import prims
+
+LOG2_E = 1.4426950408889634
+
+
+@cute.jit
+def row_address(base: Int64, pitch: cutlass.Constexpr, row: Int32) -> Int64:
+    """Address of a row in a plain array of rows `pitch` bytes apart."""
+    return base + Int64(row) * pitch
+
+
+@cute.jit
+def silu(x: Float32) -> Float32:
+    """x / (1 + exp(-x)) with the hardware's exp2 and reciprocal (a few 1e-7 relative)."""
+    return x * cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True))
+
+
+@cute.jit
+def activate(
+    clamp: cutlass.Constexpr,
+    acc: cute.Tensor,
+    item: cutlass.Constexpr,
+    factor: Float32,
+    scaled: cutlass.Constexpr,
+    weights: tuple,
+    values: cute.Tensor,
+):
+    """SwiGLU of one pass: values[32 * item + 16h + v] = silu(gate) * up of row half h, column 16 * quad + v.
+
+    scaled: multiply gate and up by `factor` first (tensor mode). weights: a factor of each row half, or ().
+    Gate sits in even and up in odd chunks of acc (fragment order, MathThread). Clamps keep NaN.
+    """
+    for h in cutlass.range_constexpr(2):
+        for v in cutlass.range_constexpr(16):
+            at = 8 * (v // 2) + 2 * h + v % 2
+            gate, up = acc[at], acc[at + 4]
+            if cutlass.const_expr(scaled):
+                gate, up = gate * factor, up * factor
+            if cutlass.const_expr(clamp is not None):
+                gate = cute.arch.fmin(gate, clamp, nan=True)
+                up = cute.arch.fmax(cute.arch.fmin(up, clamp, nan=True), -clamp, nan=True)
+            value = silu(gate) * up
+            if cutlass.const_expr(len(weights) == 2):
+                value *= weights[h]
+            values[32 * item + 16 * h + v] = value
+
+
+@cute.jit
+def quad_max(value: Float32) -> Float32:
+    """Maximum over the four lanes that share a row; NaN loses."""
+    value = prims.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=1))
+    return prims.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=2))
+
+
+@cute.jit
+def group_scale(
+    fp8: cutlass.Constexpr, values: cute.Tensor, passes: cutlass.Constexpr, h: cutlass.Constexpr
+) -> Float32:
+    """Quantisation scale of a row's activation group: max(amax, floor) / fp8_max (numerics.py)."""
+    amax = Float32(AMAX_FLOOR)
+    for item in cutlass.range_constexpr(passes):
+        for v in cutlass.range_constexpr(16):
+            amax = prims.fmax(amax, prims.fabs(values[32 * item + 16 * h + v]))
+    return prims.div_rn(quad_max(amax), Float32(FP8_MAX[fp8]))
+
+
+@cute.jit
+def store_activation(
+    fp8: cutlass.Constexpr,
+    block: cutlass.Constexpr,
+    intermediate: cutlass.Constexpr,
+    passes: cutlass.Constexpr,
+    values: cute.Tensor,
+    act_scale: Float32,
+    column: Int32,
+    quad: Int32,
+    dests: tuple,
+    live: tuple,
+):
+    """Quantise `values` of activate() and store codes, and in block mode the scale, into two row records.
+
+    column: the work item's column tile; its codes start at 64 * passes * column, its scale is number
+    `column` of the record. act_scale is used in tensor mode.
+    """
+    for h in cutlass.range_constexpr(2):
+        scale = act_scale
+        if cutlass.const_expr(block):
+            scale = group_scale(fp8, values, passes, h)
+        for item in cutlass.range_constexpr(passes):
+            words = []
+            for w in cutlass.range_constexpr(4):
+                at = 32 * item + 16 * h + 4 * w
+                quotients = [prims.div_rn(values[at + i], scale) for i in range(4)]
+                words.append(prims.f32_quad_to_fp8(*quotients, fp8))
+            if live[h]:
+                prims.st_v4(dests[h] + Int64((column * passes + item) * 64 + quad * 16), *words)
+        if cutlass.const_expr(block):
+            if live[h] and quad == 0:
+                prims.st_f32(dests[h] + intermediate + Int64(column) * 4, scale)
+
+
+@cute.jit
+def store_debug(passes: cutlass.Constexpr, values: cute.Tensor, column: Int32, quad: Int32, dests: tuple, live: tuple):
+    """Store the fp32 `values` of activate() as they are into two rows of an fp32 array."""
+    for h in cutlass.range_constexpr(2):
+        for item in cutlass.range_constexpr(passes):
+            for w in cutlass.range_constexpr(4):
+                at = 32 * item + 16 * h + 4 * w
+                words = [prims.f32_to_bits(values[at + i]) for i in range(4)]
+                offset = ((column * passes + item) * 64 + quad * 16 + 4 * w) * 4
+                if live[h]:
+                    prims.st_v4(dests[h] + Int64(offset), *words)
+
+
+@cute.jit
+def store_output(acc: cute.Tensor, factors: tuple, column: Int32, quad: Int32, dests: tuple, live: tuple):
+    """FC2's accumulators, times a factor for each row half (or none), to two bf16 rows."""
+    for h in cutlass.range_constexpr(2):
+        for piece in cutlass.range_constexpr(4):
+            words = []
+            for chunk in cutlass.range_constexpr(4 * piece, 4 * piece + 4):
+                low, high = acc[4 * chunk + 2 * h], acc[4 * chunk + 2 * h + 1]
+                if cutlass.const_expr(len(factors) == 2):
+                    low, high = low * factors[h], high * factors[h]
+                words.append(prims.f32_pair_to_bf16(low, high))
+            if live[h]:
+                prims.st_v4(dests[h] + Int64(column * 256 + 64 * piece + quad * 16), *words)
+
+
+@cute.jit
+def row_live(row: Int32, end: Int32) -> Boolean:
+    """Whether a pool row belongs to the tile's expert, which ends at `end`."""
+    return row < end

@@ -1,0 +1,243 @@
+"""Pull: wait for every source's list, lay the pool out by expert, fetch its rows from their homes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Boolean, Int32, Int64
+
+from .. import wire
+from ..config import Knobs, MoEConfig
+from ..errors import Cause, Phase
+from . import control as ctl
+from . import prims
+from .copy_rows import WARPS, Ring, copy_batch, make_ring, ring_depth
+from .faults import NO_FAULTS, Faults, random_delay
+from .routes import find_segment, high_word, low_word, pack_word, scan_exclusive
+
+THREADS = 32 * WARPS
+
+
+@dataclass(frozen=True)
+class PullSpec:
+    """What the pull kernel compiles in."""
+
+    experts_local: int
+    world_size: int
+    top_k: int
+    row: wire.RowFormat
+    depth: int
+    faults: Faults = NO_FAULTS
+
+    @classmethod
+    def from_config(cls, cfg: MoEConfig, world_size: int, knobs: Knobs, faults: Faults = NO_FAULTS) -> PullSpec:
+        """The spec of a config."""
+        row = wire.input_format(cfg)
+        depth = ring_depth(row.row_bytes, knobs.copy_depth)
+        return cls(cfg.experts_local(world_size), world_size, cfg.top_k, row, depth, faults)
+
+
+@cute.jit
+def wait_lists(
+    spec: cutlass.Constexpr, control: Int64, deltas: Int64, rank: Int32, layer: Int32, counts: Int64, epoch: Int64
+) -> Int32:
+    """The CTA: wait for all W lists of this epoch and check their layer; 1 in every thread when all are there."""
+    tid, _, _ = cute.arch.thread_idx()
+    failed = Int32(0)
+    if tid < spec.world_size:
+        slot = Int64(epoch & 1)
+        flag = control + 8 * (wire.LIST_FLAG + slot * wire.MAX_RANKS + tid)
+        deadline = prims.ld_i64(control + 8 * wire.DEADLINE)
+        seen = epoch
+        timed_out = Boolean(False)
+        if cutlass.const_expr(not spec.faults.skip_list_wait):
+            seen, timed_out = ctl.wait_flag(flag, epoch, control, deadline)
+        cause_layer = Boolean(False)
+        header = Int64(layer)
+        if seen >= epoch:
+            at = counts + (slot * spec.world_size + tid) * (wire.counts_pitch(spec.experts_local) * 4)
+            header = Int64(prims.ld_i32(at + 4 * wire.HEADER_LAYER))
+            cause_layer = Boolean(header != Int64(layer))
+        if cutlass.const_expr(spec.faults.skip_list_wait):
+            cause_layer = Boolean(False)
+        if timed_out:
+            ctl.abort_all(
+                *(control, deltas, spec.world_size, rank, Cause.TIMEOUT, Phase.PULL),
+                *(tid, Int32(-1), epoch, seen, epoch),
+            )
+        elif cause_layer:
+            ctl.abort_all(
+                *(control, deltas, spec.world_size, rank, Cause.LAYER, Phase.PULL),
+                *(tid, Int32(-1), Int64(layer), header, epoch),
+            )
+        if seen < epoch or cause_layer:
+            failed = Int32(1)
+    if ctl.aborted(control):
+        failed = Int32(1)
+    return 1 - prims.cta_any(failed)
+
+
+@cute.jit
+def lay_out_pool(spec: cutlass.Constexpr, slot: Int64, counts: Int64, segments: Int32, offsets: Int32) -> Int32:
+    """The CTA: prefix sums of the received counts, in shared memory; returns the number of rows.
+
+    segments [E + 1]: first pool row of (expert, source), expert-major. offsets [W * (E_local + 1)]: where
+    each expert begins in each source's list.
+    """
+    tid, _, _ = cute.arch.thread_idx()
+    ranks = spec.world_size
+    width = spec.experts_local + 1
+    pitch = wire.counts_pitch(spec.experts_local)
+    for i in range(tid, spec.experts_local * ranks, THREADS):
+        expert = i // ranks
+        source = i - expert * ranks
+        at = counts + ((slot * ranks + source) * pitch + wire.HEADER + expert) * 4
+        count = prims.ld_i32(at)
+        prims.smem_st(segments + i * 4, count)
+        prims.smem_st(offsets + (source * width + expert) * 4, count)
+    cute.arch.sync_threads()
+    warp = tid // 32
+    if warp == 0:
+        scan_exclusive(segments, spec.experts_local * ranks)
+    for source in cutlass.range_constexpr(ranks):
+        if warp == (source + 1) % WARPS:
+            scan_exclusive(offsets + source * width * 4, spec.experts_local)
+    cute.arch.sync_threads()
+    return prims.smem_ld(segments + spec.experts_local * ranks * 4)
+
+
+class Pull:
+    """ARGS: control, deltas; rank, layer; counts, lists (arena); list_capacity; x_rows (arena); pool_x,
+    pool_meta, pool_weight, expert_start; pool_rows; grid (at most one CTA an SM: this kernel waits)."""
+
+    ARGS = (Int64, Int64, Int32, Int32, Int64, Int64, Int32, Int64, Int64, Int64, Int64, Int64, Int32, Int32)
+
+    def __init__(self, spec: PullSpec) -> None:
+        self.spec = spec
+
+    @cute.jit
+    def pull_rows(
+        self,
+        ring: Ring,
+        deltas: Int64,
+        slot: Int64,
+        segments: Int32,
+        offsets: Int32,
+        total: Int32,
+        lists: Int64,
+        list_capacity: Int32,
+        x_rows: Int64,
+        pool_x: Int64,
+        pool_meta: Int64,
+        pool_weight: Int64,
+    ):
+        """One warp's share of the pool, in batches of 32 rows: a lane finds its row's route, then the ring copies."""
+        spec = self.spec
+        ranks = spec.world_size
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        lane = cute.arch.lane_idx()
+        stride = grid * WARPS
+        base = block * WARPS + tid // 32
+        moved = Int32(0)
+        while base < total:
+            row = base + lane * stride
+            source_address = Int64(0)
+            if row < total:
+                segment = find_segment(segments, spec.experts_local * ranks, row)
+                expert = segment // ranks
+                source = segment - expert * ranks
+                index = prims.smem_ld(offsets + (source * (spec.experts_local + 1) + expert) * 4)
+                index += row - prims.smem_ld(segments + segment * 4)
+                word = prims.ld_i64(lists + ((slot * ranks + source) * list_capacity + index) * 8)
+                route = low_word(word)
+                source_address = x_rows + Int64(route // spec.top_k) * spec.row.pitch + ctl.delta_of(deltas, source)
+                prims.st_i64(pool_meta + Int64(row) * 8, pack_word(route, source))
+                prims.st_i32(pool_weight + Int64(row) * 4, high_word(word))
+            batch = cutlass.min((total - base + stride - 1) // stride, 32)
+            target = pool_x + Int64(row) * spec.row.pitch
+            copy_batch(ring, moved, source_address, target, batch, spec.row.row_bytes, spec.depth)
+            moved += batch
+            base += stride * 32
+        if lane == 0:
+            prims.bulk_wait(0)
+
+    @cute.kernel
+    def pull_kernel(
+        self,
+        control: Int64,
+        deltas: Int64,
+        rank: Int32,
+        layer: Int32,
+        counts: Int64,
+        lists: Int64,
+        list_capacity: Int32,
+        x_rows: Int64,
+        pool_x: Int64,
+        pool_meta: Int64,
+        pool_weight: Int64,
+        expert_start: Int64,
+        pool_rows: Int32,
+    ):
+        spec = self.spec
+        ring = make_ring(spec.row.row_bytes, spec.depth)
+        smem = cutlass.memory.SmemAllocator()
+        experts = spec.experts_local * spec.world_size
+        segments = prims.smem_addr(smem.allocate_array(Int32, experts + 1))
+        offsets = prims.smem_addr(smem.allocate_array(Int32, experts + spec.world_size))
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        epoch = ctl.running_epoch(control)
+        slot = Int64(epoch & 1)
+        random_delay(spec.faults)
+        total = Int32(0)
+        arrived = wait_lists(spec, control, deltas, rank, layer, counts, epoch)
+        if arrived != 0:
+            total = lay_out_pool(spec, slot, counts, segments, offsets)
+            if total > pool_rows:
+                if tid == 0:
+                    ctl.abort_all(
+                        *(control, deltas, spec.world_size, rank, Cause.POOL_OVERFLOW, Phase.PULL),
+                        *(rank, Int32(-1), Int64(pool_rows), Int64(total), epoch),
+                    )
+                total = Int32(0)
+        if block == 0:
+            for expert in range(tid, spec.experts_local + 1, THREADS):
+                first = Int32(0)
+                if total > 0:
+                    first = prims.smem_ld(segments + expert * (spec.world_size * 4))
+                prims.st_i32(expert_start + expert * 4, first)
+        prims.fence_proxy_async()
+        self.pull_rows(
+            *(ring, deltas, slot, segments, offsets, total, lists, list_capacity),
+            *(x_rows, pool_x, pool_meta, pool_weight),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        control: Int64,
+        deltas: Int64,
+        rank: Int32,
+        layer: Int32,
+        counts: Int64,
+        lists: Int64,
+        list_capacity: Int32,
+        x_rows: Int64,
+        pool_x: Int64,
+        pool_meta: Int64,
+        pool_weight: Int64,
+        expert_start: Int64,
+        pool_rows: Int32,
+        grid: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.pull_kernel(
+            *(control, deltas, rank, layer, counts, lists, list_capacity, x_rows),
+            *(pool_x, pool_meta, pool_weight, expert_start, pool_rows),
+        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)

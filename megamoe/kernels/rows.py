@@ -1,0 +1,94 @@
+"""Row records as torch tensors, and what the plain GEMM functions need of a rank's experts."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .. import numerics
+from ..config import MoEConfig
+from ..errors import InputError
+from ..wire import RowFormat
+
+
+class Experts(Protocol):
+    """One rank's experts in kernel layout; megamoe.weights.ExpertWeights is one.
+
+    w13 FP8 [E_local, 2I, H] and w2 FP8 [E_local, H, I], rows in kernel order. Block mode: w13_scale fp32
+    [E_local, 2, I/128, H/128], w2_scale fp32 [E_local, H/128, I/128]. Tensor mode: both fp32 [E_local],
+    x_scale and act_scale floats.
+    """
+
+    cfg: MoEConfig
+    w13: Tensor
+    w13_scale: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+    x_scale: float | None
+    act_scale: float | None
+
+
+def check(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None) -> None:
+    """Raise InputError unless `tensor` is a contiguous CUDA tensor of dtype and shape (None: any size)."""
+    if not tensor.is_cuda:
+        raise InputError(f"{name}.device", str(tensor.device), "a CUDA device")
+    if tensor.dtype != dtype:
+        raise InputError(f"{name}.dtype", tensor.dtype, str(dtype))
+    fits = tensor.ndim == len(shape) and all(w is None or w == s for w, s in zip(shape, tensor.shape))
+    if not fits:
+        raise InputError(f"{name}.shape", tuple(tensor.shape), str(tuple("any" if w is None else w for w in shape)))
+    if not tensor.is_contiguous():
+        raise InputError(f"{name}.stride()", tensor.stride(), "contiguous")
+
+
+def check_rows(name: str, tensor: Tensor, pitch: int) -> None:
+    """Raise InputError unless `tensor` holds row records: uint8 [R, pitch] on a GPU, at a multiple of 128."""
+    check(name, tensor, torch.uint8, None, pitch)
+    if tensor.data_ptr() % 128:
+        raise InputError(f"{name}.data_ptr()", tensor.data_ptr(), "a multiple of 128")
+
+
+def weight_address(cfg: MoEConfig, place: str, weights: Tensor | None, rows: int) -> int:
+    """Address of the rows' routing weights fp32 [rows] where cfg.route_weight is `place`, else 0."""
+    if cfg.route_weight != place:
+        return 0
+    if weights is None:
+        raise InputError("weights", None, f"the rows' routing weights with route_weight={place!r}")
+    check("weights", weights, torch.float32, rows)
+    return weights.data_ptr()
+
+
+def ctas(like: Tensor, num_sms: int | None) -> int:
+    """CTAs of a persistent launch: num_sms, or every SM of the device."""
+    return num_sms or torch.cuda.get_device_properties(like.device).multi_processor_count
+
+
+def pack_rows(codes: Tensor, scales: Tensor | None, fmt: RowFormat) -> Tensor:
+    """Row records uint8 [R, fmt.pitch] from codes (any 1-byte dtype) [R, columns] and scales.
+
+    scales: fp32 [R, fmt.scales], or None when the format has none. The padding is zero.
+    """
+    rows = codes.shape[0]
+    if codes.element_size() != 1 or codes.shape != (rows, fmt.columns):
+        raise InputError("codes", f"{codes.dtype} {tuple(codes.shape)}", f"one byte each, [R, {fmt.columns}]")
+    out = torch.zeros(rows, fmt.pitch, dtype=torch.uint8, device=codes.device)
+    out[:, : fmt.columns] = codes.contiguous().view(torch.uint8)
+    found = None if scales is None else tuple(scales.shape)
+    if found != ((rows, fmt.scales) if fmt.scales else None):
+        raise InputError("scales.shape", found, f"[{rows}, {fmt.scales}]" if fmt.scales else "None")
+    if scales is not None and rows:  # an empty tensor's strides cannot be viewed as bytes
+        end = fmt.columns + 4 * fmt.scales
+        out[:, fmt.columns : end] = scales.float().contiguous().view(torch.uint8)
+    return out
+
+
+def unpack_rows(rows: Tensor, fmt: RowFormat, fp8: str = "e4m3") -> tuple[Tensor, Tensor | None]:
+    """(codes FP8 [R, columns], scales fp32 [R, fmt.scales] or None) of row records uint8 [R, fmt.pitch]."""
+    if rows.dtype != torch.uint8 or rows.ndim != 2 or rows.shape[1] != fmt.pitch:
+        raise InputError("rows", f"{rows.dtype} {tuple(rows.shape)}", f"uint8 [R, {fmt.pitch}]")
+    codes = rows[:, : fmt.columns].contiguous().view(numerics.fp8_dtype(fp8))
+    if not fmt.scales:
+        return codes, None
+    return codes, rows[:, fmt.columns : fmt.columns + 4 * fmt.scales].contiguous().view(torch.float32)

@@ -1,0 +1,326 @@
+"""Stage, first launch: tokens become FP8 row records in the arena; routes are checked and counted.
+
+A second launch (sort.py) orders the routes: it needs the counts of every CTA, and a grid-wide barrier
+inside one launch would need all CTAs resident.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Boolean, Float32, Int32, Int64
+
+from .. import wire
+from ..config import FP8_MAX, MoEConfig
+from ..errors import BadInput, Cause, Phase
+from . import control as ctl
+from . import prims
+
+THREADS = 256
+CHUNK = 512  # columns a warp quantises at once: 16 a lane, 8 lanes a scale group
+ROUTES_PER_CTA = 1024
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What the stage kernel compiles in. prequantized: x is FP8 codes (and scales) already."""
+
+    hidden: int
+    top_k: int
+    num_experts: int
+    world_size: int
+    fp8: str
+    block: bool
+    prequantized: bool = False
+    check_routes: bool = False
+
+    @classmethod
+    def from_config(
+        cls, cfg: MoEConfig, world_size: int, *, prequantized: bool = False, check_routes: bool = False
+    ) -> StageSpec:
+        """The spec of a config."""
+        block = cfg.scale == "block"
+        return cls(cfg.hidden, cfg.top_k, cfg.num_experts, world_size, cfg.fp8, block, prequantized, check_routes)
+
+    @property
+    def row(self) -> wire.RowFormat:
+        """The record that stage writes."""
+        return wire.RowFormat(self.hidden, wire.scale_columns(self.hidden, 128, self.block))
+
+
+def stage_grid(hidden: int, tokens: int, top_k: int, num_sms: int) -> int:
+    """CTAs of a launch: one warp a chunk, at most eight CTAs an SM; at least one, also for T = 0."""
+    items = tokens * -(-hidden // CHUNK)
+    wanted = max(-(-items // (THREADS // 32)), -(-tokens * top_k // ROUTES_PER_CTA), 1)
+    return min(wanted, 8 * num_sms)
+
+
+@cute.jit
+def quantize_lane(values: list, scale_group: cutlass.Constexpr, x_scale: Float32, fp8: cutlass.Constexpr):
+    """16 fp32 of a lane -> (four words of FP8 codes, scale). With scale_group, 8 neighbour lanes share amax."""
+    scale = x_scale
+    if cutlass.const_expr(scale_group):
+        amax = Float32(0.0)
+        for i in cutlass.range_constexpr(16):
+            amax = prims.fmax(amax, prims.fabs(values[i]))
+        for step in cutlass.range_constexpr(3):
+            amax = prims.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1 << step))
+        scale = prims.div_rn(prims.fmax(amax, Float32(1e-4)), Float32(FP8_MAX[fp8]))
+    words = []
+    for i in cutlass.range_constexpr(4):
+        quad = [prims.div_rn(values[4 * i + j], scale) for j in range(4)]
+        words.append(prims.f32_quad_to_fp8(quad[0], quad[1], quad[2], quad[3], fp8))
+    return words, scale
+
+
+class Stage:
+    """ARGS: control, deltas (addresses); rank; x, x_scales (0 unless prequantized block); ids, ids_are_64;
+    weights, weights_are_bf16; tokens; x_scale (tensor mode); x_rows (arena), ids_out, weights_out,
+    send_counts, send_cursors; timeout_ns; grid."""
+
+    ARGS = (
+        *(Int64, Int64, Int32),
+        *(Int64, Int64, Int64, Int32, Int64, Int32),
+        *(Int32, Float32),
+        *(Int64, Int64, Int64, Int64, Int64),
+        *(Int64, Int32),
+    )
+
+    def __init__(self, spec: StageSpec) -> None:
+        self.spec = spec
+
+    @cute.jit
+    def quantize(self, x: Int64, x_scales: Int64, tokens: Int32, x_scale: Float32, x_rows: Int64):
+        """All warps of the grid: rows of x -> records."""
+        spec = self.spec
+        chunks = -(-spec.hidden // CHUNK)
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        lane = cute.arch.lane_idx()
+        item = block * (THREADS // 32) + tid // 32
+        while item < tokens * chunks:
+            token = item // chunks
+            column = (item - token * chunks) * CHUNK + lane * 16
+            inside = Boolean(column < spec.hidden)
+            at = x_rows + Int64(token) * spec.row.pitch
+            if cutlass.const_expr(spec.prequantized):
+                if inside:
+                    a, b, c, d = prims.ld_stream_v4(x + Int64(token) * spec.hidden + column)
+                    prims.st_v4(at + column, a, b, c, d)
+                    if cutlass.const_expr(spec.block):
+                        if lane % 8 == 0:
+                            group = column // 128
+                            source = x_scales + (Int64(token) * (spec.hidden // 128) + group) * 4
+                            prims.st_i32(at + spec.hidden + group * 4, prims.ld_i32(source))
+            else:
+                words = [Int32(0)] * 8
+                if inside:
+                    source = x + (Int64(token) * spec.hidden + column) * 2
+                    w0, w1, w2, w3 = prims.ld_stream_v4(source)
+                    w4, w5, w6, w7 = prims.ld_stream_v4(source + 16)
+                    words = [w0, w1, w2, w3, w4, w5, w6, w7]
+                values = []
+                for i in cutlass.range_constexpr(8):
+                    low, high = prims.bf16_pair_to_f32(words[i])
+                    values += [low, high]
+                codes, scale = quantize_lane(values, spec.block, x_scale, spec.fp8)
+                if inside:
+                    prims.st_v4(at + column, codes[0], codes[1], codes[2], codes[3])
+                    if cutlass.const_expr(spec.block):
+                        if lane % 8 == 0:
+                            prims.st_f32(at + spec.hidden + (column // 128) * 4, scale)
+            item += grid * (THREADS // 32)
+
+    @cute.jit
+    def load_id(self, ids: Int64, ids_are_64: Int32, route: Int32) -> Int32:
+        """A route's expert id; int64 ids outside int32 become -2, which is out of range as well."""
+        expert = Int32(0)
+        if ids_are_64 != 0:
+            wide = prims.ld_i64(ids + Int64(route) * 8)
+            expert = Int32(wide & 0x7FFFFFFF)
+            if wide < 0 or wide > 0x7FFFFFFF:
+                expert = Int32(-2)
+            if wide == -1:
+                expert = Int32(-1)
+        else:
+            expert = prims.ld_i32(ids + Int64(route) * 4)
+        return expert
+
+    @cute.jit
+    def fault_of(self, expert: Int32, weight: Int32, ids: Int64, ids_are_64: Int32, route: Int32) -> Int32:
+        """check_routes: the BadInput code of a route, or 0."""
+        spec = self.spec
+        fault = Int32(0)
+        if expert >= spec.num_experts or expert < -1:
+            fault = Int32(int(BadInput.ID_OUT_OF_RANGE))
+        elif expert >= 0:
+            if (weight & 0x7F800000) == 0x7F800000:
+                fault = Int32(int(BadInput.WEIGHT_NOT_FINITE))
+            first = (route // spec.top_k) * spec.top_k
+            for k in cutlass.range_constexpr(spec.top_k):
+                if first + k < route:
+                    if self.load_id(ids, ids_are_64, first + k) == expert:
+                        fault = Int32(int(BadInput.DUPLICATE_EXPERT))
+        return fault
+
+    @cute.jit
+    def count_routes(
+        self,
+        control: Int64,
+        deltas: Int64,
+        rank: Int32,
+        epoch: Int64,
+        ids: Int64,
+        ids_are_64: Int32,
+        weights: Int64,
+        weights_are_bf16: Int32,
+        routes: Int32,
+        ids_out: Int64,
+        weights_out: Int64,
+        counts: Int64,
+    ):
+        """The first CTAs: check routes, write them clean, add this CTA's histogram to `counts` [E]."""
+        spec = self.spec
+        hist = prims.smem_addr(cutlass.memory.SmemAllocator().allocate_array(Int32, spec.num_experts))
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        workers = cutlass.min(grid, (routes + ROUTES_PER_CTA - 1) // ROUTES_PER_CTA)
+        if block < workers:
+            for e in range(tid, spec.num_experts, THREADS):
+                prims.smem_st(hist + e * 4, Int32(0))
+            cute.arch.sync_threads()
+            for route in range(block * THREADS + tid, routes, workers * THREADS):
+                expert = self.load_id(ids, ids_are_64, route)
+                weight = Int32(0)
+                if weights_are_bf16 != 0:
+                    weight = prims.ld_u16(weights + Int64(route) * 2) << 16
+                else:
+                    weight = prims.ld_i32(weights + Int64(route) * 4)
+                if cutlass.const_expr(spec.check_routes):
+                    fault = self.fault_of(expert, weight, ids, ids_are_64, route)
+                    if fault != 0:
+                        token = Int64(route // spec.top_k)
+                        ctl.abort_all(
+                            control,
+                            deltas,
+                            spec.world_size,
+                            rank,
+                            Cause.BAD_INPUT,
+                            Phase.STAGE,
+                            rank,
+                            expert,
+                            Int64(fault),
+                            token,
+                            epoch,
+                        )
+                if expert < 0 or expert >= spec.num_experts:
+                    expert = Int32(-1)
+                else:
+                    prims.smem_add(hist + expert * 4, Int32(1))
+                prims.st_i32(ids_out + Int64(route) * 4, expert)
+                prims.st_i32(weights_out + Int64(route) * 4, weight)
+            cute.arch.sync_threads()
+            for e in range(tid, spec.num_experts, THREADS):
+                count = prims.smem_ld(hist + e * 4)
+                if count > 0:
+                    prims.atom_add_i32(counts + e * 4, count)
+
+    @cute.kernel
+    def stage_kernel(
+        self,
+        control: Int64,
+        deltas: Int64,
+        rank: Int32,
+        x: Int64,
+        x_scales: Int64,
+        ids: Int64,
+        ids_are_64: Int32,
+        weights: Int64,
+        weights_are_bf16: Int32,
+        tokens: Int32,
+        x_scale: Float32,
+        x_rows: Int64,
+        ids_out: Int64,
+        weights_out: Int64,
+        send_counts: Int64,
+        send_cursors: Int64,
+        timeout_ns: Int64,
+    ):
+        spec = self.spec
+        tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        epoch = ctl.running_epoch(control)
+        this_set = Int64(epoch & 1) * (spec.num_experts * 4)
+        other_set = spec.num_experts * 4 - this_set
+        if block == 0:
+            if tid == 0:
+                prims.st_i64(control + 8 * wire.DEADLINE, prims.globaltimer() + timeout_ns)
+        if ctl.cta_aborted(control) == 0:
+            if block == 0:
+                for e in range(tid, spec.num_experts, THREADS):
+                    prims.st_i32(send_counts + other_set + e * 4, Int32(0))
+                    prims.st_i32(send_cursors + other_set + e * 4, Int32(0))
+            self.count_routes(
+                control,
+                deltas,
+                rank,
+                epoch,
+                ids,
+                ids_are_64,
+                weights,
+                weights_are_bf16,
+                tokens * spec.top_k,
+                ids_out,
+                weights_out,
+                send_counts + this_set,
+            )
+            self.quantize(x, x_scales, tokens, x_scale, x_rows)
+
+    @cute.jit
+    def __call__(
+        self,
+        control: Int64,
+        deltas: Int64,
+        rank: Int32,
+        x: Int64,
+        x_scales: Int64,
+        ids: Int64,
+        ids_are_64: Int32,
+        weights: Int64,
+        weights_are_bf16: Int32,
+        tokens: Int32,
+        x_scale: Float32,
+        x_rows: Int64,
+        ids_out: Int64,
+        weights_out: Int64,
+        send_counts: Int64,
+        send_cursors: Int64,
+        timeout_ns: Int64,
+        grid: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.stage_kernel(
+            control,
+            deltas,
+            rank,
+            x,
+            x_scales,
+            ids,
+            ids_are_64,
+            weights,
+            weights_are_bf16,
+            tokens,
+            x_scale,
+            x_rows,
+            ids_out,
+            weights_out,
+            send_counts,
+            send_cursors,
+            timeout_ns,
+        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream)

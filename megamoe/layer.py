@@ -1,0 +1,212 @@
+"""MegaMoE, the object a user holds: one expert-parallel MoE layer on a world."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .comm.world import World
+from .config import Knobs, MoEConfig
+from .errors import ConfigError, InputError, MegaMoEError
+from .forward import Call, RankForward
+from .inputs import Activations, Inputs, check_inputs, check_out
+from .kernels import build
+from .kernels.faults import NO_FAULTS, Faults
+from .sched import heuristics
+from .version import __version__
+from .weights import ExpertWeights
+
+
+class MegaMoE:
+    """One MoE layer: y[t] = sum over k of topk_weights[t, k] * expert topk_ids[t, k] (x[t]).
+
+    cfg: the problem; equal on every rank.
+    experts: this rank's ExpertWeights; on a VirtualWorld a list of W, one a rank.
+    world: from megamoe.world() or VirtualWorld. Layers of equal cfg on it share one workspace.
+    knobs: None (chosen from T) or one Knobs for every T.
+    timeout_s: how long a forward may wait for peers before it aborts on every rank; None takes the world's.
+    num_sms: SMs that waiting and GEMM kernels use on each rank; None takes the world's share.
+    check_routes: let stage refuse ids outside -1 .. E-1, an expert twice in a token, and non-finite
+        weights of live routes; a refusal aborts the forward on every rank. Unchecked, bad ids are masked.
+
+    Construction is collective and compares what must match; warmup() compiles and loads everything;
+    calls then never compile, wait on the host or (with out=) allocate, and may be captured in a CUDA
+    graph. Raises ConfigError, WorldError, MismatchError.
+    """
+
+    def __init__(
+        self,
+        cfg: MoEConfig,
+        experts: ExpertWeights | Sequence[ExpertWeights],
+        world: World,
+        knobs: Knobs | None = None,
+        timeout_s: float | None = None,
+        num_sms: int | None = None,
+        check_routes: bool = False,
+        *,
+        _faults: Faults = NO_FAULTS,
+    ) -> None:
+        self.cfg, self.world = cfg, world
+        self._virtual = world.kind == "virtual"
+        packs = list(experts) if isinstance(experts, (list, tuple)) else [experts]
+        if len(packs) != len(world.local_ranks):
+            raise ConfigError("experts", f"{len(packs)} packs", f"{len(world.local_ranks)}, one a rank of this process")
+        timeout_s = world.timeout_s if timeout_s is None else timeout_s
+        if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s < 1e6):
+            raise ConfigError("timeout_s", timeout_s, "seconds above 0")
+        if num_sms is not None and not (isinstance(num_sms, int) and num_sms >= 1):
+            raise ConfigError("num_sms", num_sms, "None or an int of at least 1")
+        local = cfg.experts_local(world.size)
+        for rank, pack in zip(world.local_ranks, packs):
+            if pack.cfg.fingerprint() != cfg.fingerprint():
+                raise ConfigError("experts.cfg", pack.cfg, f"equal to cfg ({cfg})")
+            if pack.experts_local != local:
+                raise ConfigError("experts", f"{pack.experts_local} experts", f"num_experts / W = {local}")
+            if pack.w13.device != world.device(rank):
+                raise ConfigError("experts.device", str(pack.w13.device), str(world.device(rank)))
+        self.experts = packs
+        self._timeout_s, self._check_routes, self._faults = float(timeout_s), bool(check_routes), _faults
+        self._num_sms = [min(num_sms or world.num_sms(r), world.num_sms(r)) for r in world.local_ranks]
+        statics = {(pack.x_scale, pack.act_scale) for pack in packs}
+        if len(statics) > 1:
+            raise ConfigError("experts", f"(x_scale, act_scale) {sorted(statics)}", "equal static scales on every rank")
+        x_scale, act_scale = statics.pop()
+        self._workspace = world.workspace(cfg, f"x_scale {x_scale}, act_scale {act_scale}, megamoe {__version__}")
+        self.layer = self._workspace.next_layer()
+        self._knobs = knobs
+        self._forwards: dict[Knobs, list[RankForward]] = {}
+        self._warm = False
+        self._closed = False
+
+    # ---- life ------------------------------------------------------------------------------------
+
+    def warmup(self) -> None:
+        """Compile and load every kernel that a forward of any T can use. Collective."""
+        self._open()
+        if build.capturing():
+            raise MegaMoEError("warmup() cannot run inside a graph capture: call it before")
+        chosen = (self._knobs,) if self._knobs else heuristics.candidates(self.cfg)
+        for knobs in chosen:
+            if knobs not in self._forwards:
+                self._forwards[knobs] = [
+                    RankForward(
+                        *(self.cfg, knobs, self._workspace, rank, pack),
+                        layer=self.layer,
+                        timeout_s=self._timeout_s,
+                        num_sms=sms,
+                        check_routes=self._check_routes,
+                        faults=self._faults,
+                    )
+                    for rank, pack, sms in zip(self.world.local_ranks, self.experts, self._num_sms)
+                ]
+            for rank, forward in zip(self.world.local_ranks, self._forwards[knobs]):
+                device = self.world.device(rank)
+                with torch.cuda.device(device):
+                    forward.load(build.stream_handle(device))
+        for rank in self.world.local_ranks:
+            torch.cuda.synchronize(self.world.device(rank))
+        self.world.barrier("warmup")
+        self._warm = True
+
+    def close(self) -> None:
+        """Forget the layer. Its workspace stays with the world, which frees it."""
+        self._closed = True
+        self._forwards.clear()
+
+    def __enter__(self) -> MegaMoE:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        if self._closed:
+            raise MegaMoEError("this MegaMoE is closed")
+
+    # ---- forward ---------------------------------------------------------------------------------
+
+    def __call__(self, x: Any, topk_ids: Any, topk_weights: Any, *, out: Any = None) -> Any:
+        """Run the layer; T may differ on each rank and each call, from 0 to max_tokens.
+
+        x: bf16 [T, H], or pre-quantised FP8 (codes [T, H] with scale="tensor", (codes, scales fp32
+        [T, H/128]) with scale="block"). topk_ids: int32 or int64 [T, K], -1 = masked. topk_weights: fp32
+        or bf16 [T, K]. out: bf16 [T, H] to write, else allocated. Returns y, bf16 [T, H]. On a
+        VirtualWorld each is a list of W. Everything is contiguous, on the rank's device.
+
+        Raises InputError before anything is launched (call again with good input to complete the
+        round), MegaMoEAborted when an earlier forward aborted.
+        """
+        self._open()
+        world = self.world
+        lists = (x, topk_ids, topk_weights) if self._virtual else ([x], [topk_ids], [topk_weights])
+        outs = (out if self._virtual else [out]) if out is not None else [None] * len(world.local_ranks)
+        for name, value in zip(("x", "topk_ids", "topk_weights", "out"), (*lists, outs)):
+            if not isinstance(value, (list, tuple)) or len(value) != len(world.local_ranks):
+                raise InputError(name, type(value).__name__, f"a list of {len(world.local_ranks)}, one a rank")
+        inputs = [self._check(rank, *args, o) for rank, args, o in zip(world.local_ranks, zip(*lists), outs)]
+        self._workspace.raise_if_aborted()
+        if not self._warm:
+            self.warmup()
+        ys = [
+            torch.empty(i.tokens, self.cfg.hidden, dtype=torch.bfloat16, device=i.x.device) if o is None else o
+            for i, o in zip(inputs, outs)
+        ]
+        if not self._virtual:
+            self._launch(0, inputs[0], ys[0], build.stream_handle(ys[0].device))
+            return ys[0]
+        self._fork()
+        for index, (i, y) in enumerate(zip(inputs, ys)):
+            self._launch(index, i, y, self.world.stream(index).cuda_stream)
+        self._join()
+        return ys
+
+    def _check(self, rank: int, x: Activations, ids: torch.Tensor, weights: torch.Tensor, out: Any) -> Inputs:
+        device = self.world.device(rank)
+        try:
+            inputs = check_inputs(self.cfg, device, x, ids, weights)
+            if out is not None:
+                check_out(self.cfg, device, out, inputs.tokens)
+        except InputError as error:
+            if not self._virtual:
+                raise
+            raise InputError(f"rank {rank}: {error.name}", error.value, error.allowed) from None
+        return inputs
+
+    def _launch(self, index: int, inputs: Inputs, y: torch.Tensor, stream: int) -> None:
+        """Enqueue the forward of local rank `index` on a stream."""
+        knobs = self._knobs or heuristics.choose_knobs(self.cfg, self.world.size, inputs.tokens)
+        self._forwards[knobs][index].launch(Call.of(inputs, y), stream)
+
+    def _fork(self) -> None:
+        """Let every rank's stream follow the caller's (also inside a capture)."""
+        for rank in self.world.local_ranks:
+            self.world.stream(rank).wait_stream(torch.cuda.current_stream(self.world.device(rank)))
+
+    def _join(self) -> None:
+        """Let the caller's streams follow every rank's."""
+        for rank in self.world.local_ranks:
+            torch.cuda.current_stream(self.world.device(rank)).wait_stream(self.world.stream(rank))
+
+    # ---- faults ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise MegaMoEAborted if a forward on this workspace is known to have aborted. Does not block."""
+        self._workspace.raise_if_aborted()
+
+    def synchronize(self) -> None:
+        """Wait for this process's devices, then check()."""
+        for device in {self.world.device(r) for r in self.world.local_ranks}:
+            torch.cuda.synchronize(device)
+        self.check()
+
+    def reset(self) -> None:
+        """Make an aborted workspace usable again; all its layers. Collective."""
+        self._open()
+        self._workspace.reset()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True) and getattr(self, "_forwards", None):
+            warnings.warn("a MegaMoE was not closed; use it as a context manager", ResourceWarning, stacklevel=2)

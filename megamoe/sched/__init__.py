@@ -1,0 +1,1 @@
+"""Which tile next, which knobs: integer functions."""

@@ -1,0 +1,43 @@
+"""Which tile next: the order in which persistent CTAs walk a grouped GEMM.
+
+Branch-free integer arithmetic, the same on Python ints (tests) and on device values. Nothing here
+loops: callers run `search_step` wire.search_steps(E_local + 1) times.
+
+Order of one GEMM's tiles: experts one after another; within an expert strips of STRIP row tiles; within
+a strip the row tile changes fastest, then the column tile. CTAs that run side by side thus share weight
+tiles, and an expert with very many rows doesn't sweep all of them for every column tile, so both operands
+of a wave stay in L2.
+"""
+
+from __future__ import annotations
+
+STRIP = 16
+"""Row tiles of a strip: 132 CTAs then cover 16 row tiles times 8 column tiles."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up, for a >= 0 and b > 0."""
+    return (a + b - 1) // b
+
+
+def minimum(a: int, b: int) -> int:
+    """The smaller of two int32 values whose difference fits in int32."""
+    return b + ((a - b) & ((a - b) >> 31))
+
+
+def search_step(low: int, high: int, middle_value: int, wanted: int) -> tuple[int, int]:
+    """One halving of [low, high): (low, high) where prefix[low] <= wanted < prefix[high] still holds.
+
+    middle_value is prefix[(low + high) // 2]. Once high == low + 1 the range no longer changes.
+    """
+    middle = (low + high) // 2
+    above = 1 + ((wanted - middle_value) >> 31)  # 1 when middle_value <= wanted, else 0
+    return low + (middle - low) * above, middle + (high - middle) * above
+
+
+def split_tile(local: int, m_tiles: int, n_tiles: int) -> tuple[int, int]:
+    """(row tile, column tile) of an expert's tile number `local`, 0 <= local < m_tiles * n_tiles."""
+    first = local // (STRIP * n_tiles) * STRIP
+    rows = minimum(m_tiles - first, STRIP)
+    inner = local - first * n_tiles
+    return first + inner % rows, inner // rows

@@ -1,0 +1,51 @@
+"""Which tests run where: tests/cpu anywhere, tests/gpu on a Hopper GPU, tests/ranks under torchrun on several."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read once, when cutlass is imported
+
+import hypothesis
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+
+slow_ok = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
+hypothesis.settings.register_profile(
+    "ci", max_examples=50, deadline=None, print_blob=True, suppress_health_check=slow_ok
+)
+hypothesis.settings.register_profile("long", hypothesis.settings.get_profile("ci"), max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def why_no_gpu() -> str | None:
+    """Why tests/gpu cannot run here, or None."""
+    if not torch.cuda.is_available():
+        return "needs a Hopper GPU (no CUDA device that torch can use)"
+    major, minor = torch.cuda.get_device_capability()
+    return None if (major, minor) == (9, 0) else f"needs a Hopper GPU (this one is sm_{major}{minor})"
+
+
+def why_no_ranks() -> str | None:
+    """Why tests/ranks cannot run here, or None."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return None
+    return "needs several GPUs: torchrun --nproc-per-node=N -m pytest tests/ranks"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark by folder, and skip with the reason what this machine cannot run."""
+    no_gpu = why_no_gpu()
+    no_ranks = no_gpu or why_no_ranks()
+    for item in items:
+        room = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
+        if room not in ("gpu", "ranks"):
+            continue
+        item.add_marker(getattr(pytest.mark, room))
+        reason = no_gpu if room == "gpu" else no_ranks
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,272 @@
+"""stage, sort, exchange, pull, token_back, reduce, each alone against torch, on poisoned buffers."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from megamoe import kernels, numerics, reference, wire
+from megamoe.config import MoEConfig
+from tests.gpu.poison import poisoned_empty
+from tests.problems import ROUTINGS, make_inputs, routing
+
+DEVICE = "cuda"
+
+
+def config(**changes):
+    base = dict(hidden=384, intermediate=256, num_experts=12, top_k=3, max_tokens=512)
+    return MoEConfig(**{**base, **changes})
+
+
+def check_staged(cfg, x, staged, x_scale):
+    codes, scales = reference.stage(cfg, x, x_scale)
+    got_codes, got_scales = kernels.unpack_rows(staged.rows, wire.input_format(cfg), cfg.fp8)
+    assert torch.equal(got_codes.view(torch.uint8), codes.view(torch.uint8))
+    if scales is not None:
+        assert torch.equal(got_scales, scales)
+
+
+@pytest.mark.parametrize("fp8", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+@pytest.mark.parametrize("hidden", [128, 384, 1408, 7168])
+def test_stage_quantises_to_the_bit(fp8, scale, hidden):
+    cfg = config(hidden=hidden, fp8=fp8, scale=scale)
+    p = make_inputs(cfg, [37], "random", 3, DEVICE)
+    x = p.xs[0] * torch.logspace(-4, 3, 37, device=DEVICE)[:, None].bfloat16()
+    x[5] = 0
+    with poisoned_empty():
+        staged = kernels.stage(cfg, x, p.ids[0], p.weights[0], x_scale=0.02)
+    check_staged(cfg, x, staged, 0.02)
+
+
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_stage_keeps_nan_in_its_token(scale):
+    cfg = config(scale=scale)
+    p = make_inputs(cfg, [16], "random", 4, DEVICE)
+    p.xs[0][7, 200] = math.nan
+    with poisoned_empty():
+        staged = kernels.stage(cfg, p.xs[0], p.ids[0], p.weights[0], x_scale=0.02)
+    check_staged(cfg, p.xs[0], staged, 0.02)
+
+
+def test_stage_takes_quantised_tokens():
+    for scale in ("block", "tensor"):
+        cfg = config(scale=scale, hidden=640)
+        p = make_inputs(cfg, [21], "random", 5, DEVICE)
+        codes, scales = reference.stage(cfg, p.xs[0], 0.02)
+        with poisoned_empty():
+            staged = kernels.stage(cfg, codes, p.ids[0], p.weights[0], x_scales=scales)
+        check_staged(cfg, p.xs[0], staged, 0.02)
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
+def test_stage_cleans_and_counts(ids_dtype, weights_dtype):
+    cfg = config()
+    p = make_inputs(cfg, [500], "masked", 6, DEVICE)
+    ids, weights = p.ids[0].to(ids_dtype), p.weights[0].to(weights_dtype)
+    ids[3, 1], ids[4, 0] = 12, -7
+    if ids_dtype is torch.int64:
+        ids[5, 2] = (1 << 40) + 3
+    with poisoned_empty():
+        staged = kernels.stage(cfg, p.xs[0], ids, weights)
+    want_ids, want_weights = reference.clean_routes(cfg, ids, weights)
+    assert torch.equal(staged.ids, want_ids)
+    live = want_ids >= 0
+    assert torch.equal(staged.weights[live], want_weights[live])
+    want = torch.bincount(want_ids[live].long(), minlength=cfg.num_experts)
+    assert torch.equal(staged.counts[1].long(), want)
+    assert not staged.counts[0].any()
+
+
+def words_of(staged, cfg):
+    """The set of (expert, route, weight bits) that a sorted list must hold."""
+    flat = staged.ids.flatten()
+    routes = (flat >= 0).nonzero().flatten()
+    bits = staged.weights.flatten()[routes].view(torch.int32)
+    return sorted(zip(flat[routes].tolist(), routes.tolist(), bits.tolist()))
+
+
+def unpack(words):
+    """(low, high) int32 halves."""
+    halves = words.view(torch.int32).view(-1, 2)
+    return halves[:, 0], halves[:, 1]
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(ROUTINGS),
+    st.integers(0, 3000),
+    st.sampled_from([(1, 1), (12, 3), (40, 6), (72, 10), (256, 8), (512, 16)]),
+    st.integers(0, 1 << 20),
+)
+def test_sort_orders_every_live_route(kind, tokens, size, seed):
+    experts, k = size
+    cfg = config(num_experts=experts, top_k=k, hidden=128, max_tokens=4096)
+    p = make_inputs(cfg, [tokens], kind, seed, DEVICE)
+    with poisoned_empty():
+        staged = kernels.stage(cfg, p.xs[0], p.ids[0], p.weights[0])
+        ordered = kernels.sort(cfg, staged)
+    total = int(ordered.start[-1])
+    routes, bits = unpack(ordered.words[:total])
+    experts_in_order = staged.ids.flatten()[routes.long()]
+    assert torch.all(experts_in_order[1:] >= experts_in_order[:-1])
+    assert sorted(zip(experts_in_order.tolist(), routes.tolist(), bits.tolist())) == words_of(staged, cfg)
+
+
+def play_ranks(cfg, world_size, tokens, kind, seed, x_scale=0.02):
+    """Stage, sort, exchange and pull W ranks one after another on one GPU, every wait satisfied beforehand."""
+    p = make_inputs(cfg, tokens, kind, seed, DEVICE)
+    tokens = [len(x) for x in p.xs]
+    layout = wire.arena_layout(cfg, world_size)
+    arenas = [torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(world_size)]
+    deltas = [kernels.peer_deltas(arenas, r) for r in range(world_size)]
+
+    def view(rank, name, dtype, *shape):
+        region = layout[name]
+        return arenas[rank][region.offset : region.offset + region.nbytes].view(dtype)[: math.prod(shape)].view(shape)
+
+    local, fmt = cfg.experts_local(world_size), wire.input_format(cfg)
+    ranks = []
+    for r in range(world_size):
+        view(r, "control", torch.int64, wire.CONTROL_WORDS).copy_(kernels.fresh_control(DEVICE))
+        staged = kernels.stage(cfg, p.xs[r], p.ids[r], p.weights[r], x_scale=x_scale, world_size=world_size, rank=r)
+        view(r, "x", torch.uint8, cfg.max_tokens, fmt.pitch)[: tokens[r]].copy_(staged.rows)
+        ordered = kernels.sort(cfg, staged, world_size=world_size)
+        ranks.append((staged, ordered))
+    regions = [
+        dict(
+            control=view(r, "control", torch.int64, wire.CONTROL_WORDS),
+            counts=view(r, "counts", torch.int32, 2, world_size, wire.counts_pitch(local)),
+            lists=view(r, "lists", torch.int64, 2, world_size, cfg.max_tokens * cfg.top_k),
+            x=view(r, "x", torch.uint8, cfg.max_tokens, fmt.pitch),
+            slots=view(r, "slots", torch.bfloat16, cfg.max_tokens, cfg.top_k, cfg.hidden),
+        )
+        for r in range(world_size)
+    ]
+    for r, (staged, ordered) in enumerate(ranks):
+        g = regions[r]
+        kernels.exchange(
+            *(cfg, staged, ordered, g["counts"], g["lists"]),
+            **dict(rank=r, world_size=world_size, control=g["control"], deltas=deltas[r]),
+        )
+    pools = []
+    for r in range(world_size):
+        g = regions[r]
+        pools.append(
+            kernels.pull(
+                *(cfg, g["counts"], g["lists"], g["x"], max(cfg.pool_capacity(world_size), 1)),
+                **dict(rank=r, world_size=world_size, control=g["control"], deltas=deltas[r]),
+            )
+        )
+    torch.cuda.synchronize()
+    return p, ranks, regions, deltas, pools
+
+
+def check_pool(cfg, world_size, owner, ranks, pool):
+    """Every route to `owner` once, in its expert's segment, with its home's record and weight."""
+    local = cfg.experts_local(world_size)
+    total = int(pool.expert_start[-1])
+    routes, homes = unpack(pool.meta[:total])
+    experts = torch.repeat_interleave(torch.arange(local, device=DEVICE), pool.expert_start.diff().long())
+    got = sorted(zip(experts.tolist(), homes.tolist(), routes.tolist()))
+    want = []
+    for home, (staged, _) in enumerate(ranks):
+        flat = staged.ids.flatten()
+        mine = ((flat >= owner * local) & (flat < (owner + 1) * local)).nonzero().flatten()
+        want += [(e - owner * local, home, route) for e, route in zip(flat[mine].tolist(), mine.tolist())]
+    assert got == sorted(want)
+    nbytes = wire.input_format(cfg).columns + 4 * wire.input_format(cfg).scales
+    for home, (staged, _) in enumerate(ranks):
+        mine = homes == home
+        mine_routes = routes[mine].long()
+        assert torch.equal(pool.rows[:total][mine][:, :nbytes], staged.rows[mine_routes // cfg.top_k][:, :nbytes])
+        assert torch.equal(pool.weights[:total][mine], staged.weights.flatten()[mine_routes])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_exchange_and_pull_build_the_pool(world_size, kind):
+    cfg = config(num_experts=16, top_k=6, hidden=1408, max_tokens=160)
+    tokens = [(61 * (r + 1)) % 160 for r in range(world_size)]
+    with poisoned_empty():
+        _, ranks, _, _, pools = play_ranks(cfg, world_size, tokens, kind, 11)
+    for owner, pool in enumerate(pools):
+        check_pool(cfg, world_size, owner, ranks, pool)
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([(8, 1), (12, 3), (40, 10)]),
+    st.sampled_from([128, 640, 7168]),
+    st.sampled_from(["block", "tensor"]),
+    st.sampled_from(ROUTINGS),
+    st.integers(0, 1 << 20),
+    st.data(),
+)
+def test_pull_holds_for_any_problem(world_size, size, hidden, scale, kind, seed, data):
+    cfg = config(num_experts=size[0], top_k=size[1], hidden=hidden, scale=scale, max_tokens=300)
+    tokens = [data.draw(st.integers(0, 300)) for _ in range(world_size)]
+    with poisoned_empty():
+        _, ranks, _, _, pools = play_ranks(cfg, world_size, tokens, kind, seed)
+    for owner, pool in enumerate(pools):
+        check_pool(cfg, world_size, owner, ranks, pool)
+
+
+@pytest.mark.parametrize("hidden", [128, 1408, 7168, 16384])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_token_back_and_reduce(hidden, world_size):
+    cfg = config(num_experts=16, top_k=5, hidden=hidden, max_tokens=64)
+    tokens = [64, 0, 17, 33][:world_size]
+    with poisoned_empty():
+        _, ranks, regions, deltas, pools = play_ranks(cfg, world_size, tokens, "masked", 23)
+    want = [torch.full((cfg.max_tokens, cfg.top_k, hidden), math.nan, device=DEVICE).bfloat16() for _ in tokens]
+    for owner, pool in enumerate(pools):
+        total = int(pool.expert_start[-1])
+        y = torch.randn(pool.rows.shape[0], hidden, device=DEVICE, dtype=torch.bfloat16)
+        routes, homes = unpack(pool.meta[:total])
+        for home in range(world_size):
+            mine = homes == home
+            want[home].view(-1, hidden)[routes[mine].long()] = y[:total][mine]
+        g = regions[owner]
+        kernels.token_back(
+            *(cfg, pool, y, g["slots"]),
+            **dict(rank=owner, world_size=world_size, control=g["control"], deltas=deltas[owner]),
+        )
+    torch.cuda.synchronize()
+    for home, (staged, ordered) in enumerate(ranks):
+        slots = regions[home]["slots"]
+        assert torch.equal(slots.isnan(), want[home].isnan())
+        assert torch.equal(slots.nan_to_num(), want[home].nan_to_num())
+        with poisoned_empty():
+            y = kernels.reduce(
+                *(cfg, regions[home]["slots"], staged.ids),
+                **dict(start=ordered.start, rank=home, world_size=world_size),
+                **dict(control=regions[home]["control"], deltas=deltas[home]),
+            )
+        assert torch.equal(y, reference.reduce(want[home][: tokens[home]], staged.ids))
+        assert int(regions[home]["control"][wire.EPOCH]) == 1
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 16), st.sampled_from([128, 384, 2048, 7168]), st.integers(0, 700), st.integers(0, 1 << 20))
+def test_reduce_sums_in_order(top_k, hidden, tokens, seed):
+    cfg = config(top_k=top_k, hidden=hidden, num_experts=16, max_tokens=700)
+    ids, _ = routing("masked", cfg, 0, 1, tokens, seed, DEVICE)
+    slots = torch.randn(tokens, top_k, hidden, device=DEVICE).bfloat16()
+    slots[ids < 0] = math.nan
+    with poisoned_empty():
+        y = kernels.reduce(cfg, slots, ids)
+    assert torch.equal(y, reference.reduce(slots, ids))
+
+
+def test_host_and_device_quantise_alike():
+    x = torch.randn(64, 512, device=DEVICE)
+    for fp8 in ("e4m3", "e5m2"):
+        on_gpu = numerics.quantize_groups(x, 128, fp8)
+        on_cpu = numerics.quantize_groups(x.cpu(), 128, fp8)
+        assert torch.equal(on_gpu[0].cpu().view(torch.uint8), on_cpu[0].view(torch.uint8))
+        assert torch.equal(on_gpu[1].cpu(), on_cpu[1])

@@ -1,0 +1,203 @@
+"""Print the interpreter that runs megamoe, after installing what it lacks: python3 tools/setup_env.py demo|test|lint.
+
+The active interpreter is used when its packages are complete, so nothing is downloaded on a machine that
+is ready. Otherwise .venv in the checkout is used, created and filled where needed. Torch is installed
+first: from constraints-ci.txt on a machine without a GPU, the newest that the driver runs elsewhere.
+Then the cu12 or cu13 extra follows torch's CUDA version, else the driver's, else cu13 (compile only).
+
+Standard library only. Requirements are read from pyproject.toml, so they are written once. Progress goes
+to stderr; stdout holds the interpreter's path alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
+CONSTRAINTS = ROOT / "constraints-ci.txt"
+OLDEST_PYTHON = (3, 10)
+LAST_CU12_TORCH = "torch<2.11"  # from 2.11 on the default Linux wheels need a driver for CUDA 13
+PURPOSES = ("demo", "test", "lint")
+
+
+def say(text: str) -> None:
+    """One line of progress on stderr."""
+    print(f"setup: {text}", file=sys.stderr, flush=True)
+
+
+def requirements(group: str) -> list[str]:
+    """The requirement strings of one list of pyproject.toml (tomllib needs Python 3.11)."""
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.search(rf"^{re.escape(group)} = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise SystemExit(f"setup: pyproject.toml has no list named {group}")
+    return re.findall(r'"([^"]+)"', found.group(1))
+
+
+def installed(name: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def unmet(requirement: str) -> str | None:
+    """What is wrong with one "name==version" or "name>=version" here, or None."""
+    name, op, wanted = re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?(==|>=)([\w.]+)", requirement).groups()  # type: ignore[union-attr]
+    have = installed(name)
+    if have is None and name == "cuda-python":
+        have = installed("cuda-bindings")  # cuda-python is a wrapper of it, and all that kernels use
+    if have is None:
+        return requirement
+    release = [[int(n) for n in re.findall(r"\d+", v.split("+")[0])] for v in (have, wanted)]
+    good = have.split("+")[0] == wanted if op == "==" else release[0] >= release[1]
+    return None if good else f"{requirement} (found {have})"
+
+
+def driver_cuda() -> int | None:
+    """Newest CUDA that the driver runs, as in 13000 for 13.0; None without a usable GPU."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        count, version = ctypes.c_int(), ctypes.c_int()
+        if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0:
+            cuda.cuDriverGetVersion(ctypes.byref(version))
+            return version.value
+        return None
+    except OSError:
+        pass
+    try:
+        out = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", out.stdout)
+    return int(found[1]) * 1000 + int(found[2]) * 10 if out.returncode == 0 and found else None
+
+
+def torch_cuda() -> str | None:
+    """torch.version.cuda of the installed torch without importing torch; None if absent or a CPU build."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    version = Path(spec.origin).with_name("version.py")
+    return runpy.run_path(str(version)).get("cuda") if version.exists() else None
+
+
+def flavour(torch_version: str | None, driver: int | None) -> str:
+    """cu12 or cu13: from torch's CUDA version, else the driver's, else cu13."""
+    major = int(torch_version.split(".")[0]) if torch_version else driver // 1000 if driver else 13
+    return "cu12" if major < 13 else "cu13"
+
+
+def dsl_libraries() -> set[str]:
+    """The CUDA flavours of the DSL's libraries here. With both, the DSL loads cu13."""
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    found = {name for name in ("cu12", "cu13") for folder in folders if (folder / name).is_dir()}
+    return found | {name for name in ("cu12", "cu13") if installed(f"nvidia-cutlass-dsl-libs-{name}")}
+
+
+def missing(purpose: str) -> list[str]:
+    """What this interpreter lacks for a purpose; "unfit:" marks what only a new environment cures."""
+    if sys.version_info < OLDEST_PYTHON:
+        return [f"unfit: Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or later"]
+    if purpose == "lint":
+        return [] if installed("ruff") else ["ruff"]
+    wanted = requirements("dependencies") + (requirements("test") if purpose == "test" else [])
+    lacks = [text for text in map(unmet, wanted) if text]
+    if importlib.util.find_spec("cutlass") is None:
+        lacks.append("an importable cutlass (from nvidia-cutlass-dsl)")
+    driver, cuda, libraries = driver_cuda(), torch_cuda(), dsl_libraries()
+    if driver and installed("torch"):
+        if cuda is None:
+            lacks.append("unfit: torch with CUDA (a GPU is here, this torch is a CPU build)")
+        elif int(cuda.split(".")[0]) > driver // 1000:
+            lacks.append(f"unfit: torch for CUDA {driver // 1000} (the driver's; this one is for {cuda})")
+    kind = flavour(cuda, driver)
+    if (driver or cuda) and "cu13" in libraries and kind == "cu12":
+        lacks.append("unfit: nvidia-cutlass-dsl without cu13 libraries (torch or the driver is of CUDA 12)")
+    elif not libraries or (driver and kind not in libraries):
+        lacks.append(f"nvidia-cutlass-dsl-libs-{kind}")
+    return lacks
+
+
+def lacks_of(python: str, purpose: str) -> list[str]:
+    """missing(), asked of another interpreter; a broken one is unfit."""
+    out = subprocess.run([python, __file__, "--missing", purpose], stdout=subprocess.PIPE, text=True)
+    return out.stdout.splitlines() if out.returncode == 0 else [f"unfit: {python} does not run"]
+
+
+def base_python() -> str:
+    """An interpreter that can make the venv: the active one when new enough, else one on PATH."""
+    if sys.version_info >= OLDEST_PYTHON:
+        return sys.executable
+    for minor in (12, 13, 11, 10, 14):
+        path = shutil.which(f"python3.{minor}")
+        if path:
+            return path
+    raise SystemExit("setup: no Python 3.10 or later found; install one or pass PYTHON=...")
+
+
+def run(*command: str) -> None:
+    """Run a command with its output on stderr; exit with an explanation if it fails."""
+    say(" ".join(command))
+    if subprocess.run(command, stdout=sys.stderr).returncode:
+        hint = (
+            "needs the venv module (Debian: python3-venv)" if "venv" in command else "needs a package index or wheels"
+        )
+        raise SystemExit(f"setup: this failed: {' '.join(command)}\nsetup: it {hint}; see the output above")
+
+
+def install(purpose: str, clear: bool) -> None:
+    """Create .venv where needed and install what the purpose asks for."""
+    if clear or not VENV_PYTHON.exists():
+        run(base_python(), "-m", "venv", "--clear", str(ROOT / ".venv"))
+    quiet = () if sys.stderr.isatty() else ("-qq", "--progress-bar", "off")
+    pip = (str(VENV_PYTHON), "-m", "pip", "install", *quiet)
+    if purpose == "lint":
+        run(*pip, "-c", str(CONSTRAINTS), "ruff")
+        return
+    driver = driver_cuda()
+    pins = () if driver else ("-c", str(CONSTRAINTS))
+    run(*pip, *pins, LAST_CU12_TORCH if driver and driver < 13000 else "torch")
+    ask = f"import runpy; print(runpy.run_path({__file__!r})['torch_cuda']() or '')"
+    cuda = subprocess.run([str(VENV_PYTHON), "-c", ask], stdout=subprocess.PIPE, text=True).stdout.strip()
+    run(*pip, *pins, "-e", f"{ROOT}[{flavour(cuda or None, driver)},test]")
+
+
+def main() -> int:
+    """Find or make an interpreter for the purpose in argv and print its path."""
+    if len(sys.argv) == 3 and sys.argv[1] == "--missing":
+        print("\n".join(missing(sys.argv[2])), end="")
+        return 0
+    if len(sys.argv) != 2 or sys.argv[1] not in PURPOSES:
+        raise SystemExit(f"usage: setup_env.py {'|'.join(PURPOSES)}")
+    purpose = sys.argv[1]
+    lacks = lacks_of(sys.executable, purpose)
+    if not lacks:
+        print(sys.executable)
+        return 0
+    say(f"{sys.executable} lacks {', '.join(lacks)}; using .venv")
+    lacks = lacks_of(str(VENV_PYTHON), purpose) if VENV_PYTHON.exists() else ["everything"]
+    if lacks:
+        install(purpose, clear=any(text.startswith("unfit:") for text in lacks))
+        lacks = lacks_of(str(VENV_PYTHON), purpose)
+    if lacks:
+        raise SystemExit(f"setup: .venv still lacks {', '.join(lacks)}")
+    print(VENV_PYTHON)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+    sys.exit(main())
