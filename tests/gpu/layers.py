@@ -8,16 +8,9 @@ import torch
 
 from megamoe import MegaMoE, MoEConfig, VirtualWorld, reference
 from megamoe.comm import SingleWorld
-from tests.problems import Problem, make_inputs, make_weights
+from tests.problems import Problem, layer_bound, make_inputs, make_weights
 
 DEVICE = "cuda"
-
-
-def bound(cfg: MoEConfig) -> float:
-    """DESIGN's bound on the relative error of the whole layer against the oracle."""
-    if cfg.accum == "single":
-        return 3e-2
-    return 1e-2 if cfg.fp8 == "e4m3" else 1.5e-2
 
 
 @contextmanager
@@ -49,7 +42,8 @@ def poisoned_forward(moe: MegaMoE, p: Problem) -> list[torch.Tensor]:
 def check(cfg: MoEConfig, ys: list[torch.Tensor], refs: list[torch.Tensor]) -> float:
     """Assert DESIGN's bound on all ranks together; returns the error."""
     error = reference.relative_error(torch.cat(ys), torch.cat(refs))
-    assert error <= bound(cfg), f"relative error {error:.3e} above {bound(cfg):.1e}"
+    bound = layer_bound(cfg, sum(len(y) for y in ys))
+    assert error <= bound, f"relative error {error:.3e} above {bound:.1e}"
     return error
 
 

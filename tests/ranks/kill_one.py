@@ -20,6 +20,7 @@ from tests.problems import make_inputs, make_weights
 
 def main() -> None:
     """Run until the last rank kills itself, then wait for the abort."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends survivors at once; these have something to say
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     cfg = megamoe.MoEConfig(hidden=1024, intermediate=384, num_experts=16, top_k=4, max_tokens=400)

@@ -1,0 +1,122 @@
+"""Every kernel in every mode that changes its code: what the CPU tests compile and `make demo` reports.
+
+Two shapes stand for all: DeepSeek-V3's, and DeepSeek-V2-Lite's, whose intermediate size is an odd multiple of
+128. A mode of supported_modes() meets the first with route_weight "output" and the second with "activation".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..config import Knobs, MoEConfig, supported_modes
+from .build import DeviceKernel
+from .copy_rows import WARPS
+from .exchange import Exchange, ExchangeSpec
+from .fc1 import FC1, FC1Spec
+from .fc2 import FC2, FC2Spec
+from .pull import Pull, PullSpec
+from .reduce import Reduce, ReduceSpec
+from .sort import Sort, SortSpec
+from .stage import Stage, StageSpec
+from .token_back import TokenBack, TokenBackSpec
+
+NAMES = ("stage", "sort", "exchange", "pull", "fc1", "fc2", "token_back", "reduce")
+"""The kernels, in the order of a forward."""
+
+V3 = dict(hidden=7168, intermediate=2048, num_experts=256, top_k=8, max_tokens=8192)
+V2_LITE = dict(hidden=2048, intermediate=1408, num_experts=64, top_k=6, max_tokens=8192)
+RANKS = (1, 8)
+TILE_ROWS = (64, 128)
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """One kernel in one mode. name: of NAMES. mode: what sets it apart from the kernel's other entries.
+
+    make returns a new DeviceKernel with the spec that a forward would use.
+    """
+
+    name: str
+    mode: str
+    make: Callable[[], DeviceKernel]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.mode}".replace(" ", "-")
+
+
+def _entry(name: str, mode: str, kind: type, spec: object) -> CatalogEntry:
+    return CatalogEntry(name, mode, lambda: kind(spec))
+
+
+def _number_format(cfg: MoEConfig, act_group: bool = True) -> str:
+    """As in "e4m3 block128" or "e5m2 single"; without act_group "e4m3 block" or "e5m2 tensor"."""
+    if act_group:
+        return f"{cfg.fp8} " + (f"block{cfg.act_group}" if cfg.scale == "block" else cfg.accum)
+    return f"{cfg.fp8} {cfg.scale}"
+
+
+def _data_kernels(cfg: MoEConfig, ranks: int, stage_variants: tuple[tuple[bool, bool], ...]) -> Iterator[CatalogEntry]:
+    """The kernels that move data; their default copy depth. stage_variants: (prequantized, check_routes)."""
+    knobs = Knobs()
+    where = f"H{cfg.hidden} W{ranks}"
+    for prequantized, check_routes in stage_variants:
+        variant = " prequantized" * prequantized + " check_routes" * check_routes
+        spec = StageSpec.from_config(cfg, ranks, prequantized=prequantized, check_routes=check_routes)
+        yield _entry("stage", f"{_number_format(cfg, False)} {where}{variant}", Stage, spec)
+    yield _entry("sort", f"E{cfg.num_experts} W{ranks}", Sort, SortSpec.from_config(cfg, ranks))
+    yield _entry("exchange", f"E{cfg.num_experts} W{ranks}", Exchange, ExchangeSpec.from_config(cfg, ranks))
+    yield _entry("pull", f"{cfg.scale} {where}", Pull, PullSpec.from_config(cfg, ranks, knobs))
+    yield _entry("token_back", where, TokenBack, TokenBackSpec.from_config(cfg, ranks, knobs))
+    yield _entry("reduce", where, Reduce, ReduceSpec.from_config(cfg, ranks))
+
+
+def _gemms(cfg: MoEConfig, ranks: int, tile_rows: int) -> Iterator[CatalogEntry]:
+    local, knobs = cfg.experts_local(ranks), Knobs(tile_rows=tile_rows)
+    mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} tile{tile_rows}"
+    yield _entry("fc1", mode, FC1, FC1Spec.from_config(cfg, local, knobs))
+    yield _entry("fc2", mode, FC2, FC2Spec.from_config(cfg, local, knobs))
+
+
+def _everything() -> Iterator[CatalogEntry]:
+    flags = (False, True)
+    variants = tuple((prequantized, check_routes) for prequantized in flags for check_routes in flags)
+    for mode in supported_modes():
+        cfg = MoEConfig(**(V3 if mode["route_weight"] == "output" else V2_LITE), **mode)
+        for ranks in RANKS:
+            yield from _data_kernels(cfg, ranks, variants)
+        for tile_rows in TILE_ROWS:
+            yield from _gemms(cfg, max(RANKS), tile_rows)
+
+
+def catalog(quick: bool = False) -> list[CatalogEntry]:
+    """Each kernel in each mode, one entry a (class, spec), in the order of NAMES.
+
+    quick: each kernel once, for DeepSeek-V3 with E4M3 block scales on eight ranks.
+    """
+    entries = _everything()
+    if quick:
+        cfg, ranks = MoEConfig(**V3), max(RANKS)
+        entries = iter([*_data_kernels(cfg, ranks, ((False, False),)), *_gemms(cfg, ranks, max(TILE_ROWS))])
+    unique: dict[tuple[type, object], CatalogEntry] = {}
+    for entry in entries:
+        kernel = entry.make()
+        unique.setdefault((type(kernel), kernel.spec), entry)
+    return sorted(unique.values(), key=lambda entry: NAMES.index(entry.name))
+
+
+def shared_bytes(kernel: DeviceKernel) -> int:
+    """Dynamic shared memory of a CTA: as the kernel class says it, else from its spec."""
+    spec = kernel.spec
+    if hasattr(kernel, "smem_bytes"):
+        return kernel.smem_bytes
+    if isinstance(spec, StageSpec):
+        return 4 * spec.num_experts
+    if isinstance(spec, SortSpec):
+        return 4 * (2 * spec.num_experts + 1)
+    if isinstance(spec, PullSpec):
+        experts = spec.experts_local * spec.world_size
+        return WARPS * spec.depth * (spec.row.row_bytes + 8) + 4 * (2 * experts + 1 + spec.world_size)
+    if isinstance(spec, TokenBackSpec):
+        return WARPS * spec.depth * (spec.piece_bytes + 8)
+    return 0

@@ -1,0 +1,59 @@
+"""Every kernel of the catalog compiles for sm_90a without a GPU, without local memory, to the instructions meant."""
+
+from __future__ import annotations
+
+import os
+import re
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported
+
+import pytest
+
+from megamoe.config import MoEConfig, supported_modes
+from megamoe.kernels import build
+from megamoe.kernels.catalog import NAMES, TILE_ROWS, V2_LITE, V3, CatalogEntry, catalog, shared_bytes
+from megamoe.kernels.fc1 import FC1Spec
+from megamoe.kernels.fc2 import FC2Spec
+from megamoe.kernels.report import ARCH, report
+from tests.ptx import check
+
+
+@pytest.mark.parametrize("entry", catalog(), ids=str)
+def test_compiles(entry: CatalogEntry) -> None:
+    kernel = entry.make()
+    check(report(kernel), kernel.spec)
+
+
+def launch_bytes(ir: str) -> list[int]:
+    """Shared memory that the host code of a compiled kernel launches it with: the constant stored in the third
+    field of its launch configuration (gridDim, blockDim, dynamicSmemBytes, stream ...; CUDA runtime API)."""
+    field = re.findall(r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] [^\n]*array<3 x i32>, array<3 x i32>, i64,", ir)
+    stored = [value for at in field for value in re.findall(rf"llvm\.store (%\d+), {at} : i64", ir)]
+    return [int(re.search(rf"{v} = llvm\.mlir\.constant\((\d+) : i64\)", ir)[1]) for v in stored]
+
+
+@pytest.mark.parametrize("entry", catalog(quick=True), ids=str)
+def test_shared_memory_is_what_the_launch_asks_for(entry: CatalogEntry) -> None:
+    kernel = entry.make()
+    compiled = build.compile_kernel(kernel, f"{build.OPTIONS} --gpu-arch {ARCH}")
+    assert launch_bytes(str(compiled.ir_module)) == [shared_bytes(kernel)]
+
+
+def test_catalog_has_every_kernel_and_mode() -> None:
+    entries = catalog()
+    specs = {(type(e.make()), e.make().spec) for e in entries}
+    assert len(specs) == len(entries) == len({str(e) for e in entries})
+    assert [e.name for e in catalog(quick=True)] == list(NAMES)
+    gemms = {kind: {spec for _, spec in specs if isinstance(spec, kind)} for kind in (FC1Spec, FC2Spec)}
+    for mode in supported_modes():
+        cfg = MoEConfig(**(V3 if mode["route_weight"] == "output" else V2_LITE), **mode)
+        for tile_rows in TILE_ROWS:
+            for kind, found in gemms.items():
+                matching = [
+                    s
+                    for s in found
+                    if (s.gemm.fp8, s.gemm.tile_rows) == (cfg.fp8, tile_rows)
+                    and s.gemm.mode == ("block" if cfg.scale == "block" else cfg.accum)
+                    and s.weighted == (cfg.route_weight == ("activation" if kind is FC1Spec else "output"))
+                ]
+                assert matching, f"{kind.__name__} lacks {mode} with {tile_rows} rows"

@@ -1,0 +1,117 @@
+"""What the PTX of each kernel must and must not hold. It shows intent; ptxas' own figures are in CompileReport."""
+
+from __future__ import annotations
+
+import re
+
+from megamoe.kernels import gemm_tiles
+from megamoe.kernels.exchange import ExchangeSpec
+from megamoe.kernels.fc1 import FC1Spec
+from megamoe.kernels.fc2 import FC2Spec
+from megamoe.kernels.pull import PullSpec
+from megamoe.kernels.reduce import ReduceSpec
+from megamoe.kernels.report import CompileReport
+from megamoe.kernels.sort import SortSpec
+from megamoe.kernels.stage import StageSpec
+from megamoe.kernels.token_back import TokenBackSpec
+
+REGISTER_FILE = 65536
+"""32-bit registers of an SM (CUDA C programming guide, compute capabilities)."""
+
+WANTED: dict[type, tuple[str, ...]] = {
+    StageSpec: (r"red\.\S*add", r"mov\.u64\s+%rd\d+, %globaltimer"),
+    SortSpec: (r"atom\.\S*add",),
+    ExchangeSpec: (r"st\.release\.sys", r"fence\.acq_rel\.sys"),
+    PullSpec: (
+        r"ld\.acquire\.sys",
+        r"cp\.async\.bulk\.shared\S*\.global\.mbarrier",
+        r"cp\.async\.bulk\.global\.shared",
+        r"fence\.proxy\.async",
+        r"cp\.async\.bulk\.wait_group 0",
+    ),
+    TokenBackSpec: (
+        r"cp\.async\.bulk\.shared\S*\.global\.mbarrier",
+        r"cp\.async\.bulk\.global\.shared",
+        r"cp\.async\.bulk\.wait_group 0",
+        r"fence\.proxy\.async",
+        r"fence\.acq_rel\.sys",
+        r"st\.release\.sys",
+    ),
+    ReduceSpec: (r"ld\.acquire\.sys", r"add\.rn\.f32|add\.f32", r"cvt\.rn\.bf16x2\.f32"),
+}
+"""Patterns that must be there, by the type of a kernel's spec. The GEMMs are counted, see check_gemm."""
+
+
+def count(pattern: str, text: str) -> int:
+    """Matches of a pattern."""
+    return len(re.findall(pattern, text))
+
+
+def threads_of(ptx: str) -> int:
+    """Threads of a CTA, from the launch bound that every kernel of this package has."""
+    return int(re.search(r"\.reqntid (\d+)", ptx)[1])
+
+
+def check_any(found: CompileReport) -> None:
+    """No local memory, nothing that traps, and the registers of a CTA fit an SM."""
+    assert found.clean, found.remarks
+    assert "trap;" not in found.ptx
+    assert -(-found.registers // 8) * 8 * threads_of(found.ptx) <= REGISTER_FILE
+    assert found.smem is None or found.smem <= gemm_tiles.SMEM_BYTES
+
+
+def check_data(found: CompileReport, spec: object) -> None:
+    """A kernel that moves data: check_any, and the instructions its protocol and rounding need."""
+    check_any(found)
+    for pattern in WANTED[type(spec)]:
+        assert count(pattern, found.ptx) > 0, f"no {pattern} in {found.name}"
+    assert count(r"wgmma", found.ptx) == 0
+    if isinstance(spec, StageSpec):
+        # A lane quantises 16 values: two to an instruction, one true division each, one more for the scale.
+        quantises = not spec.prequantized
+        assert count(rf"cvt\.rn\.satfinite\.{spec.fp8}x2\.f32", found.ptx) == 8 * quantises
+        assert count(r"div\.rn\.f32", found.ptx) == (16 + spec.block) * quantises
+        assert count(r"cvt\.rn\.satfinite\.e[45]m[23]x2", found.ptx) == 8 * quantises
+
+
+def check_gemm(found: CompileReport, fp8: str, tile_rows: int) -> None:
+    """FC1 or FC2: check_any, FP8 WGMMA and no other, TMA loads, and a register split that fits an SM."""
+    check_any(found)
+    assert found.smem is not None
+    wgmma = count(r"wgmma\.mma_async", found.ptx)
+    assert wgmma == count(rf"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.{fp8}\.{fp8}", found.ptx) > 0
+    assert count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx) >= 2
+    assert count(r"setmaxnreg\.dec", found.ptx) == count(r"setmaxnreg\.inc", found.ptx) == 1
+    math = 128 * (tile_rows // 64)
+    assert threads_of(found.ptx) == math + 128
+    less, more = (int(re.search(rf"setmaxnreg\.{way}\S*\s+(\d+)", found.ptx)[1]) for way in ("dec", "inc"))
+    assert 128 * less + math * more <= REGISTER_FILE
+
+
+def check_fc1(found: CompileReport, spec: FC1Spec) -> None:
+    """check_gemm, then the epilogue's rounding and its 16-byte stores of 16 codes."""
+    check_gemm(found, spec.gemm.fp8, spec.gemm.tile_rows)
+    assert found.name.startswith("megamoe_fc1")
+    passes = spec.gemm.passes
+    assert count(r"div\.rn\.f32", found.ptx) == 32 * passes + (2 if spec.gemm.mode == "block" else 0)
+    assert count(rf"cvt\.rn\.satfinite\.{spec.gemm.fp8}x2\.f32", found.ptx) == 16 * passes
+    assert count(r"st\.global\.v4\.b32", found.ptx) == 2 * passes * (5 if spec.debug else 1)
+    assert (count(r"min\.NaN\.f32", found.ptx) > 0) == (spec.clamp is not None)
+
+
+def check_fc2(found: CompileReport, spec: FC2Spec) -> None:
+    """check_gemm, then the epilogue's bf16 pairs and 16-byte stores."""
+    check_gemm(found, spec.gemm.fp8, spec.gemm.tile_rows)
+    assert found.name.startswith("megamoe_fc2")
+    assert count(r"cvt\.rn\.bf16x2\.f32", found.ptx) == 32
+    assert count(r"st\.global\.v4\.b32", found.ptx) == 8
+
+
+def check(found: CompileReport, spec: object) -> None:
+    """The check of the kernel that has this spec."""
+    if isinstance(spec, FC1Spec):
+        check_fc1(found, spec)
+    elif isinstance(spec, FC2Spec):
+        check_fc2(found, spec)
+    else:
+        check_data(found, spec)

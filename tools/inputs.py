@@ -1,0 +1,88 @@
+"""Random weights, routes and tokens for benchmarks, made on the device without temporaries of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megamoe.config import MoEConfig
+from megamoe.weights import ExpertWeights
+
+STATIC_SCALE = 0.02
+"""x_scale and act_scale of tensor mode: 448 times it is about nine deviations of randn data."""
+
+ROUTINGS = ("balanced", "random", "all_remote")
+
+
+def generator(seed: int, device: torch.device | str) -> torch.Generator:
+    """A seeded generator on `device`."""
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+def random_experts(cfg: MoEConfig, world_size: int, seed: int, device: torch.device | str) -> ExpertWeights:
+    """One rank's experts: randn scaled so that outputs are of order one, quantised expert by expert."""
+    local = cfg.experts_local(world_size)
+    one = replace(cfg, num_experts=1, top_k=1, pool_rows=None)
+    statics = dict(x_scale=STATIC_SCALE, act_scale=STATIC_SCALE) if cfg.scale == "tensor" else {}
+    g = generator(seed, device)
+    tensors: dict[str, torch.Tensor] = {}
+    for index in range(local):
+        w13 = torch.randn(1, 2 * cfg.intermediate, cfg.hidden, generator=g, device=device, dtype=torch.bfloat16)
+        w2 = torch.randn(1, cfg.hidden, cfg.intermediate, generator=g, device=device, dtype=torch.bfloat16)
+        w13.mul_(cfg.hidden**-0.5), w2.mul_(cfg.intermediate**-0.5)
+        part = ExpertWeights.from_bf16(one, w13, w2, **statics)
+        for name in ("w13", "w13_scale", "w2", "w2_scale"):
+            piece = getattr(part, name)
+            if name not in tensors:
+                tensors[name] = torch.empty(local, *piece.shape[1:], dtype=piece.dtype, device=device)
+            tensors[name][index] = piece[0]
+    statics = {name: getattr(part, name) for name in ("x_scale", "act_scale")}
+    return ExpertWeights(cfg, **tensors, **statics)
+
+
+def balanced_ids(tokens: int, top_k: int, experts: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """int32 [T, K] of distinct experts out of `experts` [N], each used equally often, within one.
+
+    When K divides N, every N / K tokens share out a fresh permutation; else all tokens walk round one.
+    """
+    n, device = len(experts), experts.device
+    if n % top_k == 0:
+        blocks = -(-tokens * top_k // n)
+        order = torch.rand(blocks, n, generator=g, device=device).argsort(1)
+        chosen = order.view(-1, top_k)[:tokens]
+    else:
+        order = torch.rand(n, generator=g, device=device).argsort()
+        slots = torch.arange(tokens * top_k, device=device).view(tokens, top_k)
+        chosen = order[slots % n]
+    return experts[chosen].to(torch.int32).contiguous()
+
+
+def make_ids(
+    kind: str, cfg: MoEConfig, rank: int, world_size: int, tokens: int, seed: int, device: torch.device | str
+) -> torch.Tensor:
+    """int32 [T, K]: "balanced" over all experts, "random" (uniform, distinct in a token), or "all_remote"
+    (balanced over the experts of other ranks; there must be at least K)."""
+    g = generator(1009 * seed + rank, device)
+    experts = torch.arange(cfg.num_experts, device=device)
+    if kind == "random":
+        scores = torch.rand(tokens, cfg.num_experts, generator=g, device=device)
+        return scores.topk(cfg.top_k, dim=1).indices.to(torch.int32).contiguous()
+    if kind == "all_remote":
+        experts = experts[experts // cfg.experts_local(world_size) != rank]
+        if len(experts) < cfg.top_k:
+            raise ValueError(f"all_remote needs {cfg.top_k} experts on other ranks, there are {len(experts)}")
+    elif kind != "balanced":
+        raise ValueError(f"kind = {kind!r}: one of {', '.join(ROUTINGS)}")
+    return balanced_ids(tokens, cfg.top_k, experts, g)
+
+
+def make_inputs(
+    kind: str, cfg: MoEConfig, rank: int, world_size: int, tokens: int, seed: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x bf16 [T, H] of randn, ids int32 [T, K], weights fp32 [T, K] of sum one)."""
+    ids = make_ids(kind, cfg, rank, world_size, tokens, seed, device)
+    g = generator(7919 * seed + rank, device)
+    x = torch.randn(tokens, cfg.hidden, generator=g, device=device, dtype=torch.bfloat16)
+    weights = torch.rand(tokens, cfg.top_k, generator=g, device=device) + 0.1
+    return x, ids, weights / weights.sum(1, keepdim=True)
