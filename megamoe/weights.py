@@ -147,14 +147,14 @@ def _static_scale(cfg: MoEConfig, name: str, value: float | Tensor | None) -> fl
         if value is not None:
             raise InputError(name, value, "left out with scale='block' (scales come from each row)")
         return None
-    allowed = "a finite fp32 number above 0 with scale='tensor'; megamoe.calibrate finds one from sample tokens"
+    allowed = "a number from 1e-30 to 1e30 with scale='tensor'; megamoe.calibrate finds one from sample tokens"
     if value is None or isinstance(value, (bool, str)):
         raise InputError(name, value, allowed)
     try:
         scale = torch.tensor(float(value), dtype=torch.float32).item()
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(name, value, allowed) from error
-    if not 0 < scale < math.inf:
+    if not 1e-30 <= scale <= 1e30:  # kernels also use its reciprocal
         raise InputError(name, value, allowed)
     return scale
 

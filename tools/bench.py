@@ -17,7 +17,7 @@ counted as bytes, and floors: floors.py.
 
 --out appends one JSON object a row; tables come last on stdout. Keys of a row:
 what, name   section; kernel, ceiling, or for e2e and host "eager" or "graph"
-scale, routing, T, tile_rows, rows_per_expert   settings of the point
+scale, routing, T, tile_rows, rows_per_expert, experts   settings of the point (experts: those with rows)
 us, us_min, runs   median microseconds (and least) of `runs` samples, of the slowest rank
 bytes, gbps        bytes that the kernel moves (GEMM: reads and writes), and 10^9 of them a second
 link_bytes, link_gbps        bytes over NVLink one way, scales counted, and their rate
@@ -34,16 +34,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import json
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,10 +61,7 @@ PRESETS = {
     "small": dict(hidden=2048, intermediate=768, num_experts=64, top_k=8),
 }
 TOKENS, QUICK_TOKENS = (8, 64, 512, 2048, 8192, 32768), (8, 512, 8192)
-GEMM_ROWS, QUICK_GEMM_ROWS = (1, 64, 256, 512, 1024), (1, 64, 512)
-GEMM_EXPERTS = 32
 SPARE_BYTES = 14 << 30  # tokens, results, dense operands and the ceilings' buffers
-ALIGNED = ("pull", "token_back", "reduce")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -129,7 +123,9 @@ def plan(args: argparse.Namespace, world_size: int, free: int) -> dict[str, MoEC
     each = floors.weight_bytes(probe, 2 * probe.intermediate, probe.hidden) * 3 // 2
     fits = floors.pick_experts(probe.num_experts, each, world_size, int(0.4 * free) // len(args.scales))
     experts = args.experts or fits
-    extra = floors.link_tokens(probe, args.quick) if "link" in args.what else []
+    extra: list[int] = []
+    for scale in args.scales if "link" in args.what else ():
+        extra += floors.link_tokens(make_config(args, scale, experts, 1), args.quick)
     while True:
         largest = max([*args.tokens, *extra])
         configs = {scale: make_config(args, scale, experts, largest) for scale in args.scales}
@@ -145,11 +141,21 @@ def describe_run(args: argparse.Namespace, world: Any, configs: dict[str, MoECon
     shape = {name: getattr(cfg, name) for name in ("hidden", "intermediate", "num_experts", "top_k", "max_tokens")}
     return dict(
         **dict(commit=commit(), date=datetime.datetime.now().astimezone().isoformat(timespec="seconds")),
-        **dict(command=shlex.join(["tools/bench.py", *sys.argv[1:]]), gpu=properties.name),
+        **dict(command=command_line(world.size), gpu=properties.name),
         **dict(driver=doctor.driver_release(), torch=torch.__version__, cuda=torch.version.cuda),
         **dict(dsl=doctor.version("nvidia-cutlass-dsl"), megamoe=megamoe.__version__, W=world.size, **shape),
         **dict(fp8=cfg.fp8, accum=args.accum, knobs=args.knobs.describe() if args.knobs else "auto", seed=args.seed),
     )
+
+
+def command_line(world_size: int) -> str:
+    """How this run was started, without --out (a path of the machine)."""
+    words = [word for word in sys.argv[1:] if not word.startswith("--out=")]
+    if "--out" in words:
+        at = words.index("--out")
+        words[at : at + 2] = []
+    start = ["python"] if world_size == 1 else ["torchrun", "--standalone", f"--nproc-per-node={world_size}"]
+    return shlex.join([*start, "tools/bench.py", *words])
 
 
 def commit() -> str:
@@ -182,9 +188,10 @@ class Bench:
         self.clock = timing.Clock(world)
         self.dense = timing.Dense(self.clock, args.runs // 2)
         self.say("ceilings")
-        speeds = timing.measure_memory(self.clock, args.runs // 2) + timing.measure_dense(self.clock, self.dense)
+        speeds = timing.measure_memory(self.clock, args.runs // 2) + timing.measure_dense(self.dense)
         self.speeds = speeds + timing.measure_link(self.clock, args.runs // 2)
         self.ceilings = timing.ceilings_of(self.speeds)
+        torch.cuda.empty_cache()
 
     def say(self, text: str) -> None:
         """Progress: the point that comes next."""
@@ -240,166 +247,16 @@ class Bench:
         return self.args.knobs or heuristics.choose_knobs(cfg, world_size, tokens)
 
 
-def run_ceilings(b: Bench) -> None:
-    """Rows of the speeds that were measured at the start."""
-    for speed in b.speeds:
-        row: dict[str, Any] = dict(what="ceilings", name=speed.name, us=speed.us, runs=b.args.runs // 2)
-        if speed.nbytes:
-            row |= dict(bytes=speed.nbytes, gbps=speed.nbytes / speed.us / 1e3)
-        if speed.flops:
-            row["tflops"] = speed.flops / speed.us / 1e6
-        b.add(**row)
-
-
-def run_forwards(b: Bench, what: str, scale: str, kind: str, tokens: int, names: tuple[str, ...]) -> None:
-    """Rows of the kernels `names`, timed inside whole forwards of `tokens` tokens a rank."""
-    from megamoe.forward import STAGES, Call
-    from megamoe.inputs import check_inputs
-    from megamoe.kernels import build
-
-    moe, cfg = b.layer(scale), b.configs[scale]
-    b.say(f"{what} {scale} T={tokens}")
-    made, traffics = b.problem(scale, kind, tokens)
-    rates = b.rates(cfg, max(t.rows for t in traffics))
-    knobs = b.knobs(cfg, b.world.size, tokens)
-    y = torch.empty_like(made[0])
-    call = Call.of(check_inputs(cfg, b.device, *made), y)
-    launches = moe._forwards[knobs][0].steps(call, build.stream_handle(b.device))
-    aligned = [STAGES.index(name) for name in ALIGNED]
-    samples = b.clock.steps(launches, b.args.runs, aligned=aligned)
-    finish(moe, y)
-    medians = b.world.gather([[median(sample) for sample in samples]], f"{what} times")
-    for index, name in enumerate(STAGES):
-        if name in names:
-            rank = max(range(b.world.size), key=lambda r: medians[r][index])
-            cost = floors.stage_costs(cfg, traffics[rank])[name]
-            row = floors.measured(cost, medians[rank][index], b.ceilings, rates.get(name, 0.0))
-            if name in ("stage", "reduce"):
-                row["copy_share"] = 1e9 * row["gbps"] / b.ceilings.hbm_copy
-            point = dict(what=what, name=name, scale=scale, routing=kind, T=tokens, tile_rows=knobs.tile_rows)
-            b.add(**point, **row, runs=b.args.runs, rank=rank, traffic=floors.spread(traffics))
-
-
-def finish(moe: megamoe.MegaMoE, y: torch.Tensor) -> None:
-    """Raise if a forward aborted or its result is not finite: then the times mean nothing."""
-    moe.synchronize()
-    if not bool(y.isfinite().all()):
-        raise RuntimeError("a forward's result is not finite")
-
-
-def run_stages(b: Bench) -> None:
-    """Every kernel at every T."""
-    from megamoe.forward import STAGES
-
-    for scale in b.args.scales:
-        for tokens in b.args.tokens:
-            run_forwards(b, "stages", scale, b.args.routing, tokens, STAGES)
-
-
-def run_link(b: Bench) -> None:
-    """pull and token_back with every route remote."""
-    for scale in b.args.scales:
-        for tokens in floors.link_tokens(b.configs[scale], b.args.quick):
-            if tokens <= b.configs[scale].max_tokens:
-                run_forwards(b, "link", scale, "all_remote", tokens, ("pull", "token_back"))
-
-
-def run_gemm(b: Bench) -> None:
-    """fc1 and fc2 alone on balanced rows of the first GEMM_EXPERTS experts; fc2 reads what fc1 wrote."""
-    from megamoe import kernels, reference, wire
-
-    sizes = QUICK_GEMM_ROWS if b.args.quick else GEMM_ROWS
-    for scale in b.args.scales:
-        pack, cfg = b.pack(scale), b.configs[scale]
-        experts = min(GEMM_EXPERTS, pack.experts_local)
-        most = experts * max(sizes)
-        tokens = torch.randn(most, cfg.hidden, device=b.device, dtype=torch.bfloat16)
-        x = kernels.pack_rows(*reference.stage(cfg, tokens, pack.x_scale), wire.input_format(cfg))
-        act = torch.zeros(most, wire.activation_format(cfg).pitch, dtype=torch.uint8, device=b.device)
-        y = torch.empty_like(tokens)
-        weights = torch.ones(most, device=b.device)
-        for each in sizes:
-            b.say(f"gemm {scale} {each} rows")
-            rows = experts * each
-            ends = torch.arange(pack.experts_local + 1, device=b.device) * each
-            start = ends.clamp(max=rows).to(torch.int32)
-            tile = b.knobs(cfg, 1, rows * cfg.num_experts // (experts * cfg.top_k))
-            args = {
-                "fc1": (kernels.fc1, x[:rows], start, pack, weights[:rows], tile, act[:rows]),
-                "fc2": (kernels.fc2, act[:rows], start, pack, weights[:rows], tile, y[:rows]),
-            }
-            costs, rates = floors.gemm_costs(cfg, rows, experts), b.rates(cfg, rows)
-            for name, (kernel, *inputs, out) in args.items():
-                samples = b.clock.op(bind(kernel, *inputs, out=out), b.args.runs)
-                samples = b.clock.slowest(samples, "gemm times")
-                row = floors.measured(costs[name], median(samples), b.ceilings, rates[name])
-                point = dict(what="gemm", name=name, scale=scale, rows_per_expert=each, tile_rows=tile.tile_rows)
-                b.add(**point, **row, us_min=min(samples), runs=b.args.runs, experts=experts)
-        if not bool(y.isfinite().all()):
-            raise RuntimeError("fc2's result is not finite")
-
-
-def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
-    """The call without arguments."""
-    return lambda: function(*args, **kwargs)
-
-
-def run_e2e(b: Bench) -> None:
-    """Whole forwards at every T: eager behind a GPU sleep (so launches do not count), and replays of a graph."""
-    runs = max(b.args.runs, 30)
-    for scale in b.args.scales:
-        moe, cfg = b.layer(scale), b.configs[scale]
-        for tokens in b.args.tokens:
-            b.say(f"e2e {scale} T={tokens}")
-            made, traffics = b.problem(scale, b.args.routing, tokens)
-            rates = b.rates(cfg, max(t.rows for t in traffics))
-            y = torch.empty_like(made[0])
-            eager = bind(moe, *made, out=y)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                eager()
-            floor = 0.0, ""
-            for t in traffics:
-                costs = floors.stage_costs(cfg, t)
-                dense = [rates.get(name, 0.0) for name in costs]
-                floor = max(floor, floors.floor_us(list(costs.values()), b.ceilings, dense))
-            for name, launch in (("eager", eager), ("graph", graph.replay)):
-                samples = b.clock.slowest(b.clock.op(launch, runs), "e2e times")
-                us = median(samples)
-                point = dict(what="e2e", name=name, scale=scale, routing=b.args.routing, T=tokens)
-                point |= dict(tile_rows=b.knobs(cfg, b.world.size, tokens).tile_rows, runs=runs)
-                times = dict(us=us, us_min=min(samples), floor_us=floor[0], floor_by=floor[1], over_floor=us / floor[0])
-                b.add(**point, **times, traffic=floors.spread(traffics))
-            finish(moe, y)
-            del graph
-
-
-def run_host(b: Bench) -> None:
-    """Host time of a forward at the smallest T, y allocated by the call."""
-    for scale in b.args.scales:
-        moe, tokens = b.layer(scale), b.args.tokens[0]
-        b.say(f"host {scale}")
-        made, _ = b.problem(scale, b.args.routing, tokens)
-        call = bind(moe, *made)
-        b.clock.host(call, 20)
-        samples = b.clock.host(call, 200)
-        moe.synchronize()
-        us = max(b.world.gather([median(samples)], "host medians"))
-        b.add(what="host", name="eager", scale=scale, T=tokens, us=us, us_min=min(samples), runs=len(samples))
-
-
 def run(args: argparse.Namespace, world: Any) -> None:
     """Every chosen section, then the tables on rank 0."""
-    sections = dict(
-        **dict(ceilings=run_ceilings, stages=run_stages, link=run_link),
-        **dict(gemm=run_gemm, e2e=run_e2e, host=run_host),
-    )
+    import sections
+
     with contextlib.ExitStack() as stack:
         b = Bench(args, world, stack)
         try:
             for what in floors.COLUMNS:
                 if what in args.what:
-                    sections[what](b)
+                    sections.RUN[what](b)
         finally:
             b._progress.close()
             if b.rank == 0:

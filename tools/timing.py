@@ -151,19 +151,15 @@ def measure_memory(clock: Clock, runs: int) -> list[Speed]:
     """HBM read (sum of 4 GiB) and copy (2 GiB, read and written), and an empty event pair."""
     big = torch.ones(HBM_BYTES // 4, device=clock.device)
     sink = torch.empty((), device=clock.device)
-    half = big.numel() // 2
-    source, target = big[:half], big[half:]
-    found = [
+    source, target = big.chunk(2)
+    return [
         _speed(clock, "event pair", lambda: None, runs),
         _speed(clock, "hbm read", lambda: torch.sum(big, dim=0, out=sink), runs, HBM_BYTES),
         _speed(clock, "hbm copy", lambda: target.copy_(source), runs, HBM_BYTES),
     ]
-    del big, source, target
-    torch.cuda.empty_cache()
-    return found
 
 
-def measure_dense(clock: Clock, dense: Dense, side: int = 8192) -> list[Speed]:
+def measure_dense(dense: Dense, side: int = 8192) -> list[Speed]:
     """The dense FP8 rate at side^3, for the record; rows use the rate at their own size."""
     flops = 2 * side**3
     return [Speed(f"fp8 gemm {side}^3", 1e6 * flops / dense.rate(side, side, side), flops=flops)]
@@ -171,7 +167,8 @@ def measure_dense(clock: Clock, dense: Dense, side: int = 8192) -> list[Speed]:
 
 def measure_link(clock: Clock, runs: int) -> list[Speed]:
     """Reads and writes of the next rank's memory, all ranks at once: by device copies, and by kernels of torch
-    (an element-wise one, 16 bytes a thread and access). Nothing without peers. Collective."""
+    (element-wise, 16 bytes a thread and access). Nothing without peers. Collective; the world frees the memory
+    when it closes."""
     world = clock.world
     if world.size == 1:
         return []
@@ -179,20 +176,19 @@ def measure_link(clock: Clock, runs: int) -> list[Speed]:
 
     rank = world.local_ranks[0]
     block = world.allocate(PEER_BYTES)
-    local = torch.zeros(PEER_BYTES, dtype=torch.uint8, device=clock.device)
     peer = nvshmem.core.get_peer_tensor(block.tensors[rank], (rank + 1) % world.size)
-    here, there = local.view(torch.int32), peer.view(torch.int32)
+    return _peer_speeds(clock, peer.view(torch.int32), runs)
+
+
+def _peer_speeds(clock: Clock, there: torch.Tensor, runs: int) -> list[Speed]:
+    here = torch.zeros_like(there)
     ways = {
         "peer read, copy": lambda: here.copy_(there),
         "peer write, copy": lambda: there.copy_(here),
         "peer read, kernel": lambda: torch.add(there, 1, out=here),
         "peer write, kernel": lambda: torch.add(here, 1, out=there),
     }
-    found = [_speed(clock, name, launch, runs, PEER_BYTES) for name, launch in ways.items()]
-    del here, there, peer, ways
-    world.barrier("peer copies done")
-    world.release(block)
-    return found
+    return [_speed(clock, name, launch, runs, there.nbytes) for name, launch in ways.items()]
 
 
 def ceilings_of(speeds: Sequence[Speed]) -> Ceilings:

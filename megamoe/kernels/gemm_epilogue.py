@@ -11,9 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ..config import FP8_MAX
-from ..numerics import AMAX_FLOOR
-from . import prims
+from . import prims, quantize
 
 LOG2_E = 1.4426950408889634
 
@@ -68,15 +66,13 @@ def quad_max(value: Float32) -> Float32:
 
 
 @cute.jit
-def group_scale(
-    fp8: cutlass.Constexpr, values: cute.Tensor, passes: cutlass.Constexpr, h: cutlass.Constexpr
-) -> Float32:
-    """Quantisation scale of a row's activation group: max(amax, floor) / fp8_max (numerics.py)."""
-    amax = Float32(AMAX_FLOOR)
+def group_amax(values: cute.Tensor, passes: cutlass.Constexpr, h: cutlass.Constexpr) -> Float32:
+    """Largest magnitude of a row's activation group, which the lanes of a quad share."""
+    amax = Float32(0.0)
     for item in cutlass.range_constexpr(passes):
         for v in cutlass.range_constexpr(16):
             amax = prims.fmax(amax, prims.fabs(values[32 * item + 16 * h + v]))
-    return prims.div_rn(quad_max(amax), Float32(FP8_MAX[fp8]))
+    return quad_max(amax)
 
 
 @cute.jit
@@ -100,13 +96,9 @@ def store_activation(
     for h in cutlass.range_constexpr(2):
         scale = act_scale
         if cutlass.const_expr(block):
-            scale = group_scale(fp8, values, passes, h)
+            scale = quantize.group_scale(group_amax(values, passes, h), fp8)
         for item in cutlass.range_constexpr(passes):
-            words = []
-            for w in cutlass.range_constexpr(4):
-                at = 32 * item + 16 * h + 4 * w
-                quotients = [prims.div_rn(values[at + i], scale) for i in range(4)]
-                words.append(prims.f32_quad_to_fp8(*quotients, fp8))
+            words = quantize.codes_of([values[32 * item + 16 * h + i] for i in range(16)], scale, block, fp8)
             if live[h]:
                 prims.st_v4(dests[h] + Int64((column * passes + item) * 64 + quad * 16), *words)
         if cutlass.const_expr(block):

@@ -72,6 +72,12 @@ def ld_u16(addr: Int64, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def ld_f32(addr: Int64, *, loc=None, ip=None) -> Float32:
+    """Load an fp32."""
+    return _asm("ld.global.f32 $0, [$1];", ["f32"], [Int64(addr)], loc=loc, ip=ip)
+
+
+@dsl_user_op
 def ld_weak_f32(addr: Int64, *, loc=None, ip=None) -> Float32:
     """Load a read-only fp32; may be hoisted or merged."""
     return _asm("ld.global.nc.f32 $0, [$1];", ["f32"], [Int64(addr)], pure=True, loc=loc, ip=ip)
@@ -341,3 +347,16 @@ def cta_any(flag: Int32, *, loc=None, ip=None) -> Int32:
     """Barrier of all threads of the CTA; returns 1 in each of them when any passed a non-zero flag."""
     text = "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; barrier.cta.red.or.pred.aligned q, 0, p; selp.s32 $0, 1, 0, q; }"
     return _asm(text, ["i32"], [Int32(flag)], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a * b + c with one rounding."""
+    args = [Float32(a), Float32(b), Float32(c)]
+    return _asm("fma.rn.f32 $0, $1, $2, $3;", ["f32"], args, pure=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def bf16_pair_max(a: Int32, b: Int32, *, loc=None, ip=None) -> Int32:
+    """Larger of each of two packed bf16; a NaN loses against a number."""
+    return _asm("max.bf16x2 $0, $1, $2;", ["i32"], [Int32(a), Int32(b)], pure=True, loc=loc, ip=ip)

@@ -15,10 +15,10 @@ import cutlass.memory
 from cutlass import Boolean, Float32, Int32, Int64
 
 from .. import wire
-from ..config import FP8_MAX, MoEConfig
+from ..config import MoEConfig
 from ..errors import BadInput, Cause, Phase
 from . import control as ctl
-from . import prims
+from . import prims, quantize
 
 THREADS = 256
 CHUNK = 512  # columns a warp quantises at once: 16 a lane, 8 lanes a scale group
@@ -60,21 +60,15 @@ def stage_grid(hidden: int, tokens: int, top_k: int, num_sms: int) -> int:
 
 
 @cute.jit
-def quantize_lane(values: list, scale_group: cutlass.Constexpr, x_scale: Float32, fp8: cutlass.Constexpr):
-    """16 fp32 of a lane -> (four words of FP8 codes, scale). With scale_group, 8 neighbour lanes share amax."""
-    scale = x_scale
-    if cutlass.const_expr(scale_group):
-        amax = Float32(0.0)
-        for i in cutlass.range_constexpr(16):
-            amax = prims.fmax(amax, prims.fabs(values[i]))
-        for step in cutlass.range_constexpr(3):
-            amax = prims.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1 << step))
-        scale = prims.div_rn(prims.fmax(amax, Float32(1e-4)), Float32(FP8_MAX[fp8]))
-    words = []
-    for i in cutlass.range_constexpr(4):
-        quad = [prims.div_rn(values[4 * i + j], scale) for j in range(4)]
-        words.append(prims.f32_quad_to_fp8(quad[0], quad[1], quad[2], quad[3], fp8))
-    return words, scale
+def group_amax(words: list) -> Float32:
+    """Largest magnitude of 16 bf16 in each of 8 neighbour lanes, that is of a group of 128 columns."""
+    pair = words[0] & 0x7FFF7FFF
+    for i in cutlass.range_constexpr(1, 8):
+        pair = prims.bf16_pair_max(pair, words[i] & 0x7FFF7FFF)
+    for step in cutlass.range_constexpr(3):
+        pair = prims.bf16_pair_max(pair, cute.arch.shuffle_sync_bfly(pair, 1 << step))
+    low, high = prims.bf16_pair_to_f32(pair)
+    return prims.fmax(low, high)
 
 
 class Stage:
@@ -94,47 +88,66 @@ class Stage:
         self.spec = spec
 
     @cute.jit
+    def load_chunk(self, x: Int64, token: Int32, column: Int32, inside: Boolean) -> list:
+        """A lane's 16 columns of x: eight words of bf16, or four of FP8 codes; zeros outside."""
+        words = [Int32(0)] * (4 if self.spec.prequantized else 8)
+        if inside:
+            at = x + (Int64(token) * self.spec.hidden + column) * (len(words) // 4)
+            words = list(prims.ld_stream_v4(at))
+            if cutlass.const_expr(not self.spec.prequantized):
+                words += list(prims.ld_stream_v4(at + 16))
+        return words
+
+    @cute.jit
+    def store_chunk(
+        self,
+        words: list,
+        x_scales: Int64,
+        x_scale: Float32,
+        x_rows: Int64,
+        token: Int32,
+        column: Int32,
+        inside: Boolean,
+    ):
+        """Quantise a lane's 16 columns (all lanes call it) and store codes and scale into the token's record."""
+        spec = self.spec
+        at = x_rows + Int64(token) * spec.row.pitch
+        codes, scale = words, x_scale
+        if cutlass.const_expr(not spec.prequantized):
+            if cutlass.const_expr(spec.block):
+                scale = quantize.group_scale(group_amax(words), spec.fp8)
+            values = []
+            for i in cutlass.range_constexpr(8):
+                values += list(prims.bf16_pair_to_f32(words[i]))
+            codes = quantize.codes_of(values, scale, spec.block, spec.fp8)
+        if inside:
+            prims.st_v4(at + column, codes[0], codes[1], codes[2], codes[3])
+            if cutlass.const_expr(spec.block):
+                group = column // 128
+                if column % 128 == 0:
+                    if cutlass.const_expr(spec.prequantized):
+                        scale = prims.ld_f32(x_scales + (Int64(token) * (spec.hidden // 128) + group) * 4)
+                    prims.st_f32(at + spec.hidden + group * 4, scale)
+
+    @cute.jit
     def quantize(self, x: Int64, x_scales: Int64, tokens: Int32, x_scale: Float32, x_rows: Int64):
-        """All warps of the grid: rows of x -> records."""
+        """All warps of the grid: rows of x -> records. Two chunks a turn, so that their loads overlap."""
         spec = self.spec
         chunks = -(-spec.hidden // CHUNK)
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
-        item = block * (THREADS // 32) + tid // 32
-        while item < tokens * chunks:
-            token = item // chunks
-            column = (item - token * chunks) * CHUNK + lane * 16
-            inside = Boolean(column < spec.hidden)
-            at = x_rows + Int64(token) * spec.row.pitch
-            if cutlass.const_expr(spec.prequantized):
-                if inside:
-                    a, b, c, d = prims.ld_stream_v4(x + Int64(token) * spec.hidden + column)
-                    prims.st_v4(at + column, a, b, c, d)
-                    if cutlass.const_expr(spec.block):
-                        if lane % 8 == 0:
-                            group = column // 128
-                            source = x_scales + (Int64(token) * (spec.hidden // 128) + group) * 4
-                            prims.st_i32(at + spec.hidden + group * 4, prims.ld_i32(source))
-            else:
-                words = [Int32(0)] * 8
-                if inside:
-                    source = x + (Int64(token) * spec.hidden + column) * 2
-                    w0, w1, w2, w3 = prims.ld_stream_v4(source)
-                    w4, w5, w6, w7 = prims.ld_stream_v4(source + 16)
-                    words = [w0, w1, w2, w3, w4, w5, w6, w7]
-                values = []
-                for i in cutlass.range_constexpr(8):
-                    low, high = prims.bf16_pair_to_f32(words[i])
-                    values += [low, high]
-                codes, scale = quantize_lane(values, spec.block, x_scale, spec.fp8)
-                if inside:
-                    prims.st_v4(at + column, codes[0], codes[1], codes[2], codes[3])
-                    if cutlass.const_expr(spec.block):
-                        if lane % 8 == 0:
-                            prims.st_f32(at + spec.hidden + (column // 128) * 4, scale)
-            item += grid * (THREADS // 32)
+        warps = grid * (THREADS // 32)
+        for item in range(block * (THREADS // 32) + tid // 32, tokens * chunks, 2 * warps):
+            loaded = []
+            for turn in cutlass.range_constexpr(2):
+                token = (item + turn * warps) // chunks
+                column = (item + turn * warps - token * chunks) * CHUNK + lane * 16
+                inside = Boolean(token < tokens and column < spec.hidden)
+                loaded.append((self.load_chunk(x, token, column, inside), token, column, inside))
+            for words, token, column, inside in loaded:
+                self.store_chunk(words, x_scales, x_scale, x_rows, token, column, inside)
 
     @cute.jit
     def load_id(self, ids: Int64, ids_are_64: Int32, route: Int32) -> Int32:
@@ -323,4 +336,4 @@ class Stage:
             send_counts,
             send_cursors,
             timeout_ns,
-        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream)
+        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)

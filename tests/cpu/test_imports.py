@@ -22,7 +22,7 @@ LAYER = FORMATS | {"weights", "kernels", "comm", "sched"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": LAYER | {"layer", "reference"},
     "__main__": BASE | {"layer", "reference", "demo", "doctor"},
-    "demo": LAYER | {"layer", "reference", "doctor", "__init__"},
+    "demo": LAYER | {"layer", "forward", "inputs", "reference", "doctor", "__init__"},
     "doctor": BASE,
     "layer": LAYER | {"inputs", "forward"},
     "forward": LAYER | {"inputs"},

@@ -65,7 +65,7 @@ def check_against_tensor_cores(cfg, pack, codes, scales, experts, act, weights):
 def check_fc1(cfg, pack, counts, seed, knobs, extra_rows=0):
     start, experts = rows_of_experts(counts)
     total = len(experts)
-    g = generator(seed, DEVICE)
+    g = generator(seed + 1_000_003, DEVICE)  # not the weights' own numbers: sums of squares lose more bits
     x = torch.randn(total, cfg.hidden, generator=g, device=DEVICE) * 2
     codes, scales = reference.stage(cfg, x.bfloat16(), pack.x_scale)
     weights = torch.rand(total + extra_rows, generator=g, device=DEVICE) + 0.1
@@ -77,7 +77,7 @@ def check_fc1(cfg, pack, counts, seed, knobs, extra_rows=0):
         plain = kernels.fc1(records, start, pack, weights, knobs)
     torch.cuda.synchronize()
     ref = reference.fc1(cfg, codes, scales, experts, pack.canonical(), weights[:total])
-    if cfg.scale == "block":
+    if cfg.scale == "block" and cfg.fp8 == "e4m3":  # the library multiplies no two E5M2 matrices
         check_against_tensor_cores(cfg, pack, codes, scales, experts, act[:total], weights[:total])
     if total == 0 or total >= 128:
         assert reference.relative_error(act[:total], ref["act"]) <= (3e-4 if cfg.accum == "promoted" else 5e-3)

@@ -1,0 +1,80 @@
+"""The demo without a Hopper GPU: the layer on the torch reference, small, then every kernel compiled for sm_90a."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import torch
+
+from .. import reference
+from ..config import MoEConfig
+from .problem import HIDDEN, INTERMEDIATE, TOP_K, DemoProblem, cosine_bound, progress
+
+SHRINK = 8
+"""The hidden and intermediate sizes are divided by this."""
+
+
+def reference_layer(args: argparse.Namespace) -> bool:
+    """Run the small layer and print how far FP8 takes it from the unquantised one; whether it is near enough."""
+    ranks, tokens = args.virtual or 1, args.tokens or 64
+    experts = args.experts or 32 // ranks * ranks
+    cfg = MoEConfig(
+        hidden=HIDDEN // SHRINK,
+        intermediate=INTERMEDIATE // SHRINK,
+        num_experts=experts,
+        top_k=min(TOP_K, experts),
+        max_tokens=tokens,
+        fp8=args.fp8,
+        scale=args.scale,
+    )
+    cfg.experts_local(ranks)
+    problem = DemoProblem(cfg, torch.device("cpu")).calibrated()
+    print(f"layer    hidden {cfg.hidden}, intermediate {cfg.intermediate}, {experts} experts, top-{cfg.top_k}")
+    print(f"         {cfg.fp8}, {cfg.scale} scales; {tokens} tokens on each of {ranks} rank(s); on the torch reference")
+    ys, exact = [], []
+    for rank in range(ranks):
+        inputs = (problem.tokens(rank, tokens), *problem.routes(rank, tokens))
+        ys.append(problem.oracle(*inputs).float())
+        exact.append(problem.unquantised(*inputs))
+    y, want = torch.cat(ys), torch.cat(exact)
+    cosine, least = reference.cosine(y, want), cosine_bound(cfg)
+    good = cosine >= least
+    print(f"error    against the layer without FP8: relative {reference.relative_error(y, want):.2e}, ", end="")
+    print(f"cosine {cosine:.5f} (bound {least}): {'good' if good else 'OUT OF BOUNDS'}")
+    return good
+
+
+def compile_all() -> bool:
+    """Compile every kernel and print what ptxas says; whether all are clean. Raises MissingDependency."""
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported
+    from ..kernels.catalog import catalog, shared_bytes
+    from ..kernels.report import ARCH, report
+
+    lines, good, total = [], True, 0.0
+    for entry in progress(catalog(quick=True), "compiling"):
+        kernel = entry.make()
+        began = time.perf_counter()
+        found = report(kernel)
+        seconds = time.perf_counter() - began
+        total += seconds
+        good &= found.clean
+        spills = found.spill_stores + found.spill_loads
+        lines.append((entry.name, entry.mode, found.registers, shared_bytes(kernel), found.stack, spills, seconds))
+    print(f"\nEvery kernel, compiled for {ARCH} (registers a thread; shared memory, stack and spills in bytes)\n")
+    print(f"{'kernel':10}  {'mode':40}  {'registers':>9}  {'shared':>6}  {'stack':>5}  {'spills':>6}  {'seconds':>7}")
+    for line in lines:
+        print("{:10}  {:40}  {:9d}  {:6d}  {:5d}  {:6d}  {:7.1f}".format(*line))
+    print(f"\n{len(lines)} kernels in {total:.1f} s; {'no spills, no stack' if good else 'NOT ALL CLEAN'}")
+    return good
+
+
+def main(args: argparse.Namespace, reason: str) -> int:
+    """Run both parts and say why no kernel runs; 0 when all is well. Raises ConfigError, MissingDependency."""
+    print(f"megamoe demo: no kernel runs here, because {reason}.")
+    print("The torch reference shows the layer's numbers; the kernels are compiled, which needs no GPU.\n")
+    near = reference_layer(args)
+    clean = compile_all()
+    print(f"No kernel ran: {reason}.")
+    return 0 if near and clean else 1

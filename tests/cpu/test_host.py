@@ -1,0 +1,124 @@
+"""The host side without a GPU: heuristics, input checks, errors and their records."""
+
+import pickle
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+import megamoe
+from megamoe import InputError, MoEConfig, errors
+from megamoe.inputs import check_inputs, check_out
+from megamoe.sched import heuristics
+
+CPU = torch.device("cpu")
+CFG = MoEConfig(hidden=256, intermediate=128, num_experts=8, top_k=2, max_tokens=32)
+TENSOR = MoEConfig(hidden=256, intermediate=128, num_experts=8, top_k=2, max_tokens=32, scale="tensor")
+
+
+def good(tokens=5, cfg=CFG):
+    return dict(
+        x=torch.zeros(tokens, cfg.hidden, dtype=torch.bfloat16),
+        topk_ids=torch.zeros(tokens, cfg.top_k, dtype=torch.int32),
+        topk_weights=torch.zeros(tokens, cfg.top_k),
+    )
+
+
+@given(st.integers(1, 512), st.integers(1, 8), st.integers(0, 1 << 18), st.integers(1, 16))
+def test_knobs_are_among_the_warmed_up_ones(experts, world_size, tokens, top_k):
+    cfg = MoEConfig(128, 128, experts, min(top_k, experts), 1 << 18)
+    assert heuristics.choose_knobs(cfg, world_size, tokens) in heuristics.candidates(cfg)
+
+
+def test_few_rows_take_small_tiles():
+    cfg = MoEConfig(7168, 2048, 256, 8, 8192)
+    assert heuristics.choose_knobs(cfg, 1, 8) == heuristics.SMALL
+    assert heuristics.choose_knobs(cfg, 8, 8192) == heuristics.LARGE
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 32])
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
+def test_good_inputs_pass(tokens, ids_dtype, weights_dtype):
+    args = good(tokens)
+    args.update(topk_ids=args["topk_ids"].to(ids_dtype), topk_weights=args["topk_weights"].to(weights_dtype))
+    found = check_inputs(CFG, CPU, **args)
+    assert found.tokens == tokens and not found.prequantized
+    check_out(CFG, CPU, torch.zeros(tokens, 256, dtype=torch.bfloat16), tokens)
+
+
+def test_prequantised_inputs():
+    codes, scales = torch.zeros(5, 256).to(torch.float8_e4m3fn), torch.zeros(5, 2)
+    assert check_inputs(CFG, CPU, **{**good(), "x": (codes, scales)}).prequantized
+    assert check_inputs(TENSOR, CPU, **{**good(), "x": codes}).prequantized
+    for cfg, x, name in (
+        (CFG, codes, "x.dtype"),
+        (CFG, (codes, scales[:, :1]), "x scales.shape"),
+        (CFG, (codes, scales.bfloat16()), "x scales.dtype"),
+        (CFG, (codes.to(torch.float8_e5m2), scales), "x.dtype"),
+        (CFG, (good()["x"], scales), "x.dtype"),
+        (CFG, (codes, scales, scales), "x"),
+        (TENSOR, (codes, scales), "x"),
+    ):
+        with pytest.raises(InputError) as caught:
+            check_inputs(cfg, CPU, **{**good(), "x": x})
+        assert caught.value.name == name
+
+
+BAD = [
+    ("x", dict(x=[1.0])),
+    ("x", dict(x="tokens")),
+    ("x.shape", dict(x=torch.zeros(256, dtype=torch.bfloat16))),
+    ("x.shape", dict(x=torch.zeros(33, 256, dtype=torch.bfloat16))),
+    ("x.shape", dict(x=torch.zeros(5, 128, dtype=torch.bfloat16))),
+    ("x.dtype", dict(x=torch.zeros(5, 256))),
+    ("x.stride", dict(x=torch.zeros(256, 5, dtype=torch.bfloat16).t())),
+    ("x.device", dict(x=torch.zeros(5, 256, dtype=torch.bfloat16, device="meta"))),
+    ("x.data_ptr", dict(x=torch.zeros(5 * 256 + 1, dtype=torch.bfloat16)[1:].view(5, 256))),
+    ("topk_ids", dict(topk_ids=None)),
+    ("topk_ids.dtype", dict(topk_ids=torch.zeros(5, 2))),
+    ("topk_ids.shape", dict(topk_ids=torch.zeros(5, 3, dtype=torch.int32))),
+    ("topk_weights.shape", dict(topk_weights=torch.zeros(4, 2))),
+    ("topk_weights.dtype", dict(topk_weights=torch.zeros(5, 2, dtype=torch.float16))),
+]
+
+
+@pytest.mark.parametrize("name,change", BAD, ids=[f"{n}-{i}" for i, (n, _) in enumerate(BAD)])
+def test_bad_inputs_are_named(name, change):
+    with pytest.raises(InputError) as caught:
+        check_inputs(CFG, CPU, **{**good(), **change})
+    assert caught.value.name == name
+    assert name in str(caught.value) and "must be" in str(caught.value)
+
+
+@given(
+    st.sampled_from(list(errors.Cause)),
+    st.integers(0, 7),
+    st.integers(0, 7),
+    st.sampled_from(list(errors.Phase)),
+    st.integers(-1, 511),
+    st.sampled_from(list(errors.BadInput)),
+    st.integers(0, 1 << 40),
+)
+def test_a_record_becomes_its_error(cause, origin, blamed, phase, expert, expected, seen):
+    error = errors.aborted([int(cause), origin, blamed, int(phase), expert, int(expected), seen, 7])
+    assert type(error) is errors.ABORTED[cause] and isinstance(error, errors.MegaMoEAborted)
+    assert error.record.blamed == blamed and error.record.epoch == 7
+    assert "forward 7" in str(error) and (cause == errors.Cause.POOL_OVERFLOW or f"rank {blamed}" in str(error))
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and again.record == error.record
+
+
+def test_public_names_resolve():
+    import os
+
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
+    for name in megamoe.__all__:
+        assert getattr(megamoe, name) is not None
+    with pytest.raises(AttributeError):
+        megamoe.nothing  # noqa: B018
+    from megamoe import kernels
+
+    for name in kernels.__all__:
+        assert callable(getattr(kernels, name))
