@@ -88,6 +88,7 @@ class MegaMoE:
         self._open()
         if build.capturing():
             raise MegaMoEError("warmup() cannot run inside a graph capture: call it before")
+        self.world.synchronize()  # loading writes to pools that another layer's forward may be using
         chosen = (self._knobs,) if self._knobs else heuristics.candidates(self.cfg)
         for knobs in chosen:
             if knobs not in self._forwards:
@@ -106,8 +107,7 @@ class MegaMoE:
                 device = self.world.device(rank)
                 with torch.cuda.device(device):
                     forward.load(build.stream_handle(device))
-        for rank in self.world.local_ranks:
-            torch.cuda.synchronize(self.world.device(rank))
+        self.world.synchronize()
         self.world.barrier("warmup")
         self._warm = True
 
@@ -125,6 +125,7 @@ class MegaMoE:
     def _open(self) -> None:
         if self._closed:
             raise MegaMoEError("this MegaMoE is closed")
+        self.world.require_open("MegaMoE")
 
     # ---- forward ---------------------------------------------------------------------------------
 
@@ -147,21 +148,23 @@ class MegaMoE:
             if not isinstance(value, (list, tuple)) or len(value) != len(world.local_ranks):
                 raise InputError(name, type(value).__name__, f"a list of {len(world.local_ranks)}, one a rank")
         inputs = [self._check(rank, *args, o) for rank, args, o in zip(world.local_ranks, zip(*lists), outs)]
-        self._workspace.raise_if_aborted()
+        self._workspace.raise_if_unusable()
         if not self._warm:
             self.warmup()
         ys = [
             torch.empty(i.tokens, self.cfg.hidden, dtype=torch.bfloat16, device=i.x.device) if o is None else o
             for i, o in zip(inputs, outs)
         ]
-        if not self._virtual:
+        self._workspace.enqueueing = True  # stays set when an exception (Ctrl-C) leaves a forward half enqueued
+        if self._virtual:
+            self._fork()
+            for index, (i, y) in enumerate(zip(inputs, ys)):
+                self._launch(index, i, y, world.stream(index).cuda_stream)
+            self._join()
+        else:
             self._launch(0, inputs[0], ys[0], build.stream_handle(ys[0].device))
-            return ys[0]
-        self._fork()
-        for index, (i, y) in enumerate(zip(inputs, ys)):
-            self._launch(index, i, y, self.world.stream(index).cuda_stream)
-        self._join()
-        return ys
+        self._workspace.enqueueing = False
+        return ys if self._virtual else ys[0]
 
     def _check(self, rank: int, x: Activations, ids: torch.Tensor, weights: torch.Tensor, out: Any) -> Inputs:
         device = self.world.device(rank)
@@ -193,14 +196,18 @@ class MegaMoE:
     # ---- faults ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise MegaMoEAborted if a forward on this workspace is known to have aborted. Does not block."""
-        self._workspace.raise_if_aborted()
+        """Raise MegaMoEAborted if a forward on this workspace is known to have aborted. Does not block.
+
+        Known is what a forward of this rank has seen at its end; synchronize() also asks the device.
+        """
+        self._workspace.raise_if_unusable()
 
     def synchronize(self) -> None:
-        """Wait for this process's devices, then check()."""
-        for device in {self.world.device(r) for r in self.world.local_ranks}:
-            torch.cuda.synchronize(device)
+        """Wait for this process's devices, then check(); finds an abort that arrived after the last forward too."""
+        self._open()
+        self.world.synchronize()
         self.check()
+        self._workspace.raise_if_aborted_on_device()
 
     def reset(self) -> None:
         """Make an aborted workspace usable again; all its layers. Collective."""

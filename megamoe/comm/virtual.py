@@ -46,6 +46,8 @@ class VirtualWorld(InProcessWorld):
         found = [resolve_device(device) for device in (devices if devices is not None else [None])]
         if len(set(found)) != len(found) or len({device.type for device in found}) != 1:
             raise ArgumentError("devices", devices, "different devices of one type")
+        if found[0].type == "cuda":
+            _require_queues(-(-size // len(found)))
         super().__init__([found[rank * len(found) // size] for rank in range(size)], timeout_s)
         self._streams: list[torch.cuda.Stream | None] = [None] * size
         if found[0].type == "cuda":
@@ -60,6 +62,13 @@ class VirtualWorld(InProcessWorld):
     def num_sms(self, rank: int) -> int:
         """An equal share of the device's SMs, so that the kernels of all its ranks are resident at once."""
         return max(1, super().num_sms(rank) // self._devices.count(self._devices[rank]))
+
+
+def _require_queues(ranks: int) -> None:
+    """Refuse fewer hardware queues than ranks of a GPU: one rank's waiting kernel would hold up another's."""
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    if queues.isdigit() and int(queues) < ranks:
+        raise WorldError(f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: {ranks} virtual ranks of one GPU need {ranks} or more")
 
 
 def _enable_peer_access(devices: list[torch.device]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from .. import wire
 from ..config import MoEConfig
-from ..errors import ArgumentError, WorldError, aborted
+from ..errors import ArgumentError, MegaMoEError, WorldError, aborted
 from .memory import aligned_bytes
 
 if TYPE_CHECKING:
@@ -25,13 +25,15 @@ KEPT = ("control", "send_counts", "send_cursors")
 class Workspace:
     """Regions of wire.arena_layout and wire.local_layout for every local rank. Made by World.workspace().
 
-    Attributes: cfg, world, arena_layout, local_layout, layers (how many layers took a number).
+    Attributes: cfg, world, arena_layout, local_layout, layers (how many layers took a number), enqueueing
+    (a forward's launches have begun and not all been made).
     Addresses are device addresses as ints; `rank` is always one of world.local_ranks.
     """
 
     def __init__(self, cfg: MoEConfig, world: World) -> None:
         """Collective. Raises WorldError on every rank when memory runs out on one."""
         self.cfg, self.world, self.layers = cfg, world, 0
+        self.enqueueing = False
         self.arena_layout = wire.arena_layout(cfg, world.size)
         self.local_layout = wire.local_layout(cfg, world.size)
         self._local: dict[int, torch.Tensor] = {}
@@ -136,6 +138,21 @@ class Workspace:
             if words is not None:
                 raise aborted(words)
 
+    def raise_if_unusable(self) -> None:
+        """raise_if_aborted(), and MegaMoEError when an exception left a forward half enqueued. Never blocks."""
+        if self.enqueueing:
+            raise MegaMoEError("an exception interrupted a forward while it was being enqueued: call reset()")
+        self.raise_if_aborted()
+
+    def raise_if_aborted_on_device(self) -> None:
+        """Raises the MegaMoEAborted that a local rank's control block holds; waits for the device."""
+        for rank in self.world.local_ranks:
+            control = self.control(rank).cpu()
+            origin = int(control[wire.ABORT]) - 1
+            if origin >= 0:
+                first = wire.RECORDS + origin * wire.RECORD_FIELDS
+                raise aborted(control[first : first + wire.RECORD_FIELDS].tolist())
+
     def set_epoch(self, epoch: int) -> None:
         """Set epoch and flags of the local ranks and clear all state between forwards.
 
@@ -153,6 +170,7 @@ class Workspace:
         self.world.synchronize()
         for rank in self.world.local_ranks:
             self._host[rank].zero_()
+        self.enqueueing = False
 
     def reset(self) -> None:
         """Make the workspace usable after an abort (DESIGN promise 6). Collective, bounded.

@@ -30,17 +30,20 @@ class Experts(Protocol):
     act_scale: float | None
 
 
-def check(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None) -> None:
-    """Raise InputError unless `tensor` is a contiguous CUDA tensor of dtype and shape (None: any size)."""
+def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], *shape: int | None) -> None:
+    """Raise InputError unless `tensor` is a contiguous CUDA tensor of (one) dtype and shape (None: any size)."""
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if not tensor.is_cuda:
         raise InputError(f"{name}.device", str(tensor.device), "a CUDA device")
-    if tensor.dtype != dtype:
-        raise InputError(f"{name}.dtype", tensor.dtype, str(dtype))
+    if tensor.dtype not in dtypes:
+        raise InputError(f"{name}.dtype", tensor.dtype, " or ".join(map(str, dtypes)))
     fits = tensor.ndim == len(shape) and all(w is None or w == s for w, s in zip(shape, tensor.shape))
     if not fits:
         raise InputError(f"{name}.shape", tuple(tensor.shape), str(tuple("any" if w is None else w for w in shape)))
     if not tensor.is_contiguous():
         raise InputError(f"{name}.stride()", tensor.stride(), "contiguous")
+    if tensor.data_ptr() % 16:
+        raise InputError(f"{name}.data_ptr()", tensor.data_ptr(), "a multiple of 16")
 
 
 def check_rows(name: str, tensor: Tensor, pitch: int) -> None:

@@ -1,8 +1,8 @@
 """The data-movement kernels as plain functions on torch tensors: one call, one launch, nothing else needed.
 
 Each stands for one rank. Arrays have the layouts of wire.py. `control` and `deltas` default to those of a
-lone rank on which every wait is already satisfied; pass your own (fresh_control, peer_deltas) to play
-several ranks on one GPU.
+lone rank on which every wait is already satisfied, and then the call waits for the kernel and raises
+MegaMoEAborted if it aborted; pass your own (fresh_control, peer_deltas) to play several ranks on one GPU.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import wire
-from ..config import Knobs, MoEConfig
+from .. import numerics, wire
+from ..config import BLOCK, Knobs, MoEConfig
+from ..errors import InputError, aborted
 from . import build
 from .exchange import Exchange, ExchangeSpec, exchange_grid
 from .pull import Pull, PullSpec
 from .reduce import Reduce, ReduceSpec, reduce_grid
-from .rows import ctas
+from .rows import check, ctas
 from .sort import Sort, SortSpec, sort_grid
 from .stage import Stage, StageSpec, stage_grid
 from .token_back import TokenBack, TokenBackSpec
@@ -68,12 +69,29 @@ def peer_deltas(arenas: list[Tensor], rank: int) -> Tensor:
     return torch.tensor([a.data_ptr() - base for a in arenas], dtype=torch.int64, device=arenas[rank].device)
 
 
-def _defaults(like: Tensor, control: Tensor | None, deltas: Tensor | None, world_size: int) -> tuple[Tensor, Tensor]:
-    if control is None:
-        control = fresh_control(like.device)
+def _launch(
+    kernel: build.DeviceKernel,
+    like: Tensor,
+    control: Tensor | None,
+    deltas: Tensor | None,
+    world_size: int,
+    *args: float,
+) -> None:
+    """Launch on torch's current stream with (control, deltas, *args), made where None (no deltas for Sort).
+
+    A control block made here is also read afterwards, which waits for the kernel: an abort raises.
+    """
+    block = fresh_control(like.device) if control is None else control
     if deltas is None:
         deltas = torch.zeros(world_size, dtype=torch.int64, device=like.device)
-    return control, deltas
+    head = (block.data_ptr(),) if isinstance(kernel, Sort) else (block.data_ptr(), deltas.data_ptr())
+    build.build(kernel)(*head, *args, build.stream_handle(like.device))
+    if control is None:
+        words = block.cpu()
+        origin = int(words[wire.ABORT]) - 1
+        if origin >= 0:
+            first = wire.RECORDS + origin * wire.RECORD_FIELDS
+            raise aborted(words[first : first + wire.RECORD_FIELDS].tolist())
 
 
 def stage(
@@ -96,23 +114,30 @@ def stage(
     x bf16 [T, H], or FP8 codes [T, H] with x_scales fp32 [T, H/128] (block); topk_ids int32/int64 and
     topk_weights fp32/bf16 [T, K]. x_scale: tensor mode's static scale.
     """
-    tokens = x.shape[0]
-    control, deltas = _defaults(x, control, deltas, world_size)
-    fmt = wire.input_format(cfg)
+    tokens, fmt = x.shape[0], wire.input_format(cfg)
+    check("x", x, (torch.bfloat16, numerics.fp8_dtype(cfg.fp8)), tokens, cfg.hidden)
+    check("topk_ids", topk_ids, (torch.int32, torch.int64), tokens, cfg.top_k)
+    check("topk_weights", topk_weights, (torch.float32, torch.bfloat16), tokens, cfg.top_k)
+    prequantized = x.dtype is not torch.bfloat16
+    if prequantized and cfg.scale == "block":
+        if x_scales is None:
+            raise InputError("x_scales", None, "the scales of pre-quantised x with scale='block'")
+        check("x_scales", x_scales, torch.float32, tokens, cfg.hidden // BLOCK)
     rows = torch.empty(tokens, fmt.pitch, dtype=torch.uint8, device=x.device)
     ids = torch.empty(tokens, cfg.top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(tokens, cfg.top_k, dtype=torch.float32, device=x.device)
     counts = torch.zeros(2, cfg.num_experts, dtype=torch.int32, device=x.device)
     cursors = torch.zeros_like(counts)
-    spec = StageSpec.from_config(cfg, world_size, prequantized=x.dtype is not torch.bfloat16, check_routes=check_routes)
-    build.build(Stage(spec))(
-        *(control.data_ptr(), deltas.data_ptr(), rank),
+    spec = StageSpec.from_config(cfg, world_size, prequantized=prequantized, check_routes=check_routes)
+    _launch(
+        *(Stage(spec), x, control, deltas, world_size),
+        rank,
         *(x.data_ptr(), 0 if x_scales is None else x_scales.data_ptr()),
         *(topk_ids.data_ptr(), int(topk_ids.dtype is torch.int64)),
         *(topk_weights.data_ptr(), int(topk_weights.dtype is torch.bfloat16)),
         *(tokens, x_scale, rows.data_ptr(), ids.data_ptr(), weights.data_ptr()),
         *(counts.data_ptr(), cursors.data_ptr(), TIMEOUT_NS),
-        *(stage_grid(cfg.hidden, tokens, cfg.top_k, ctas(x, num_sms)), build.stream_handle(x.device)),
+        stage_grid(cfg.hidden, tokens, cfg.top_k, ctas(x, num_sms)),
     )
     return Staged(rows, ids, weights, counts)
 
@@ -122,14 +147,14 @@ def sort(
 ) -> Sorted:
     """Order a rank's live routes by expert. Words: token * K + k low, fp32 weight bits high."""
     ids = staged.ids
-    control, _ = _defaults(ids, control, None, world_size)
     start = torch.zeros(world_size + 1, dtype=torch.int32, device=ids.device)
     words = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
     cursors = torch.zeros_like(staged.counts)
-    build.build(Sort(SortSpec.from_config(cfg, world_size)))(
-        *(control.data_ptr(), ids.shape[0], ids.data_ptr(), staged.weights.data_ptr()),
+    _launch(
+        *(Sort(SortSpec.from_config(cfg, world_size)), ids, control, None, world_size),
+        *(ids.shape[0], ids.data_ptr(), staged.weights.data_ptr()),
         *(staged.counts.data_ptr(), cursors.data_ptr(), start.data_ptr(), words.data_ptr()),
-        *(sort_grid(ids.shape[0], cfg.top_k, ctas(ids, num_sms)), build.stream_handle(ids.device)),
+        sort_grid(ids.shape[0], cfg.top_k, ctas(ids, num_sms)),
     )
     return Sorted(start, words)
 
@@ -150,13 +175,15 @@ def exchange(
 ) -> None:
     """Send lists to their owners: counts int32 [2, W, counts_pitch] and lists int64 [2, W, capacity] are this
     rank's arena regions; those of owner o lie deltas[o] bytes away."""
-    control, deltas = _defaults(counts, control, deltas, world_size)
     tokens = staged.ids.shape[0]
-    build.build(Exchange(ExchangeSpec.from_config(cfg, world_size)))(
-        *(control.data_ptr(), deltas.data_ptr(), rank, layer),
+    check("counts", counts, torch.int32, 2, world_size, wire.counts_pitch(cfg.experts_local(world_size)))
+    check("lists", lists, torch.int64, 2, world_size, None)
+    _launch(
+        *(Exchange(ExchangeSpec.from_config(cfg, world_size)), counts, control, deltas, world_size),
+        *(rank, layer),
         *(staged.counts.data_ptr(), ordered.start.data_ptr(), ordered.words.data_ptr()),
         *(counts.data_ptr(), lists.data_ptr(), lists.shape[-1]),
-        *(exchange_grid(tokens, cfg.top_k, ctas(counts, num_sms)), build.stream_handle(counts.device)),
+        exchange_grid(tokens, cfg.top_k, ctas(counts, num_sms)),
     )
 
 
@@ -177,19 +204,22 @@ def pull(
 ) -> Pool:
     """Lay out and fetch the pool. x_rows uint8 [max_tokens, pitch]: this rank's records; those of home h lie
     deltas[h] bytes away. Only the first expert_start[E_local] of pool_rows rows are written."""
-    control, deltas = _defaults(counts, control, deltas, world_size)
     device, fmt = counts.device, wire.input_format(cfg)
+    check("counts", counts, torch.int32, 2, world_size, wire.counts_pitch(cfg.experts_local(world_size)))
+    check("lists", lists, torch.int64, 2, world_size, None)
+    check("x_rows", x_rows, torch.uint8, None, fmt.pitch)
     pool = Pool(
         torch.empty(pool_rows, fmt.pitch, dtype=torch.uint8, device=device),
         torch.empty(pool_rows, dtype=torch.int64, device=device),
         torch.empty(pool_rows, dtype=torch.float32, device=device),
         torch.empty(cfg.experts_local(world_size) + 1, dtype=torch.int32, device=device),
     )
-    build.build(Pull(PullSpec.from_config(cfg, world_size, knobs or Knobs())))(
-        *(control.data_ptr(), deltas.data_ptr(), rank, layer),
+    _launch(
+        *(Pull(PullSpec.from_config(cfg, world_size, knobs or Knobs())), counts, control, deltas, world_size),
+        *(rank, layer),
         *(counts.data_ptr(), lists.data_ptr(), lists.shape[-1], x_rows.data_ptr()),
         *(pool.rows.data_ptr(), pool.meta.data_ptr(), pool.weights.data_ptr(), pool.expert_start.data_ptr()),
-        *(pool_rows, ctas(counts, num_sms), build.stream_handle(device)),
+        *(pool_rows, ctas(counts, num_sms)),
     )
     return pool
 
@@ -208,11 +238,13 @@ def token_back(
     num_sms: int | None = None,
 ) -> None:
     """Store y_rows bf16 [R, H] into slots bf16 [max_tokens, K, H] of their homes (deltas[home] bytes away)."""
-    control, deltas = _defaults(slots, control, deltas, world_size)
-    build.build(TokenBack(TokenBackSpec.from_config(cfg, world_size, knobs or Knobs())))(
-        *(control.data_ptr(), deltas.data_ptr(), rank),
+    check("y_rows", y_rows, torch.bfloat16, None, cfg.hidden)
+    check("slots", slots, torch.bfloat16, None, cfg.top_k, cfg.hidden)
+    _launch(
+        *(TokenBack(TokenBackSpec.from_config(cfg, world_size, knobs or Knobs())), slots, control, deltas, world_size),
+        rank,
         *(pool.expert_start.data_ptr(), pool.meta.data_ptr(), y_rows.data_ptr(), slots.data_ptr()),
-        *(ctas(slots, num_sms), build.stream_handle(slots.device)),
+        ctas(slots, num_sms),
     )
 
 
@@ -232,15 +264,17 @@ def reduce(
 
     start: Sorted.start, which owners to wait for; none by default.
     """
-    control, deltas = _defaults(slots, control, deltas, world_size)
     tokens = ids.shape[0]
+    check("ids", ids, torch.int32, tokens, cfg.top_k)
+    check("slots", slots, torch.bfloat16, None, cfg.top_k, cfg.hidden)
     if start is None:
         start = torch.zeros(world_size + 1, dtype=torch.int32, device=slots.device)
     y = torch.empty(tokens, cfg.hidden, dtype=torch.bfloat16, device=slots.device)
     host = torch.zeros(wire.HOST_WORDS, dtype=torch.int64, device=slots.device)
-    build.build(Reduce(ReduceSpec.from_config(cfg, world_size)))(
-        *(control.data_ptr(), deltas.data_ptr(), rank, tokens),
+    _launch(
+        *(Reduce(ReduceSpec.from_config(cfg, world_size)), slots, control, deltas, world_size),
+        *(rank, tokens),
         *(ids.data_ptr(), start.data_ptr(), slots.data_ptr(), y.data_ptr(), host.data_ptr()),
-        *(reduce_grid(cfg.hidden, tokens, ctas(slots, num_sms)), build.stream_handle(slots.device)),
+        reduce_grid(cfg.hidden, tokens, ctas(slots, num_sms)),
     )
     return y

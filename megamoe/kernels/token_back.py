@@ -70,7 +70,9 @@ class TokenBack:
             unit = base + lane * stride
             source = Int64(0)
             target = Int64(0)
-            if unit < units:
+            # Before anything is read: after an abort some of the pool's rows may never have been pulled.
+            dead = cute.arch.vote_any_sync(ctl.aborted(control))
+            if unit < units and not dead:
                 row = unit // spec.pieces
                 within = (unit - row * spec.pieces) * spec.piece_bytes
                 meta = prims.ld_i64(pool_meta + Int64(row) * 8)
@@ -78,7 +80,7 @@ class TokenBack:
                 target = slots + Int64(low_word(meta)) * (2 * spec.hidden) + within
                 target += ctl.delta_of(deltas, high_word(meta))
             batch = cutlass.min((units - base + stride - 1) // stride, 32)
-            if cute.arch.vote_any_sync(ctl.aborted(control)):
+            if dead:
                 batch = Int32(0)
             copy_batch(ring, moved, source, target, batch, spec.piece_bytes, spec.depth)
             moved += batch

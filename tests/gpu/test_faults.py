@@ -12,11 +12,15 @@ from megamoe import (
     AbortedTimeout,
     InputError,
     MegaMoE,
+    MegaMoEError,
     MoEConfig,
     VirtualWorld,
+    wire,
 )
 from megamoe.errors import BadInput, Cause, Phase
+from megamoe.forward import STAGES, Call
 from megamoe.inputs import check_inputs
+from megamoe.kernels.faults import Faults
 from tests.gpu.layers import DEVICE, check, open_layer, oracle, run_and_check
 from tests.problems import make_inputs, make_weights
 
@@ -192,4 +196,120 @@ def test_host_refusals_name_the_argument_and_launch_nothing(name, spoil):
         torch.cuda.synchronize()
         assert all((o == 7.0).all() for o in outs)
         check(CFG, moe(p.xs, p.ids, p.weights, out=outs), oracle(CFG, packs, p))
+        moe.synchronize()
+
+
+def outside_state(moe, rank):
+    """What peers write in a rank's arena: flags, lists and slots, as bytes."""
+    ws = moe._workspace
+    control = ws.control(rank)[wire.LIST_FLAG : wire.RETURN_FLAG + wire.MAX_RANKS].clone()
+    regions = [ws._bytes(rank, name).clone() for name in ("counts", "lists", "slots")]
+    return [control.view(torch.uint8), *regions]
+
+
+def test_nothing_is_published_after_an_abort():
+    tokens = [128, 60, 90, 128]
+    with open_layer(CFG, 4, timeout_s=0.3) as (_, packs, moe):
+        p = make_inputs(CFG, tokens, "random", 5, DEVICE)
+        launch_some(moe, p, [0, 1, 3])
+        with pytest.raises(AbortedTimeout):
+            moe.synchronize()
+        before = [outside_state(moe, r) for r in range(4)]
+        for seed in (6, 7):
+            launch_some(moe, make_inputs(CFG, tokens, "random", seed, DEVICE), range(4))
+        torch.cuda.synchronize()
+        for rank in range(4):
+            assert all(torch.equal(a, b) for a, b in zip(before[rank], outside_state(moe, rank)))
+        recovers(moe, packs, tokens)
+
+
+def test_an_owner_that_never_returns_rows_is_blamed_by_reduce():
+    """Rank 3 is held between FC2 and token-back for longer than the deadline."""
+    tokens = [100, 128, 64, 90]
+    with open_layer(CFG, 4, timeout_s=0.3) as (_, packs, moe):
+        p = make_inputs(CFG, tokens, "random", 5, DEVICE)
+        outs = [torch.zeros_like(x) for x in p.xs]
+        torch.cuda.synchronize()
+        for rank in range(4):
+            stream = moe.world.stream(rank)
+            inputs = check_inputs(CFG, moe.world.device(rank), p.xs[rank], p.ids[rank], p.weights[rank])
+            forward = next(iter(moe._forwards.values()))[rank]
+            for number, step in enumerate(forward.steps(Call.of(inputs, outs[rank]), stream.cuda_stream)):
+                if rank == 3 and number == STAGES.index("token_back"):
+                    with torch.cuda.stream(stream):
+                        torch.cuda._sleep(2_000_000_000)
+                step()
+        with pytest.raises(AbortedTimeout) as caught:
+            moe.synchronize()
+        record = caught.value.record
+        assert record.phase == Phase.REDUCE and record.blamed == 3
+        assert all(y.isnan().all() for y in outs)
+        for home in range(4):  # the held rank woke up to an abort: it returned no row and published nothing
+            assert int(moe._workspace.control(home)[wire.RETURN_FLAG + 3]) == 0
+        recovers(moe, packs, tokens)
+
+
+def test_replays_after_an_abort_are_nan_until_reset():
+    tokens = [100, 30]
+    with open_layer(CFG, 2, timeout_s=0.3) as (_, packs, moe):
+        p = make_inputs(CFG, tokens, "random", 5, DEVICE)
+        outs = [torch.empty_like(x) for x in p.xs]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            moe(p.xs, p.ids, p.weights, out=outs)
+        graph.replay()
+        moe.synchronize()
+        check(CFG, outs, oracle(CFG, packs, p))
+        launch_some(moe, p, [0])
+        with pytest.raises(AbortedTimeout):
+            moe.synchronize()
+        start = time.perf_counter()
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert time.perf_counter() - start < 0.3
+        assert all(y.isnan().all() for y in outs)
+        moe.reset()
+        graph.replay()
+        moe.synchronize()
+        check(CFG, outs, oracle(CFG, packs, p))
+
+
+def test_an_abort_between_pull_ctas_reads_no_garbage():
+    """One rank's pool overflows while the other's pull CTAs start at random times: some pull, some don't."""
+    cfg = MoEConfig(hidden=512, intermediate=256, num_experts=16, top_k=4, max_tokens=128, pool_rows=150)
+    with VirtualWorld(2, timeout_s=5) as world:
+        packs = make_weights(cfg, 2, 0, DEVICE)
+        with MegaMoE(cfg, packs, world, _faults=Faults(delay_us=300)) as moe:
+            moe.warmup()
+            p = make_inputs(cfg, [100, 100], "random", 1, DEVICE)
+            for ids in p.ids:  # 160 routes to rank 0, 40 to rank 1
+                ids[:80, :2], ids[80:, :2] = torch.tensor([0, 1], device=DEVICE), torch.tensor([8, 9], device=DEVICE)
+                ids[:, 2:] = -1
+            for _ in range(30):
+                moe._workspace.poison(0x3F)  # as a rank number 0x3F3F3F3F, far outside every allocation
+                ys = moe(p.xs, p.ids, p.weights)
+                with pytest.raises(AbortedPoolOverflow):
+                    moe.synchronize()
+                assert all(y.isnan().all() for y in ys)
+                moe.reset()
+            assert float(torch.ones(8, device=DEVICE).sum()) == 8
+
+
+def test_an_interrupted_launch_asks_for_a_reset(monkeypatch):
+    with open_layer(CFG, 1, virtual=False, timeout_s=0.5) as (_, packs, moe):
+        p = make_inputs(CFG, [64], "random", 3, DEVICE)
+        forward = next(iter(moe._forwards.values()))[0]
+
+        def interrupted(*args):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(forward, "_exchange", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                moe(p.xs[0], p.ids[0], p.weights[0])
+        with pytest.raises(MegaMoEError, match="reset"):
+            moe(p.xs[0], p.ids[0], p.weights[0])
+        moe.reset()
+        check(CFG, [moe(p.xs[0], p.ids[0], p.weights[0])], oracle(CFG, packs, p))
         moe.synchronize()

@@ -13,9 +13,9 @@ from tests.problems import Problem, make_inputs, make_weights
 CFG = MoEConfig(hidden=512, intermediate=256, num_experts=16, top_k=4, max_tokens=200)
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", [1, 4, 8])
 def test_one_capture_replays_new_tokens(world_size):
-    tokens = [200, 100, 0, 57][:world_size]
+    tokens = [200, 100, 0, 57, 1, 64, 200, 33][:world_size]
     with open_layer(CFG, world_size) as (_, packs, moe):
         static = make_inputs(CFG, tokens, "random", 0, DEVICE)
         outs = [torch.empty_like(x) for x in static.xs]

@@ -1,6 +1,7 @@
 """A rank dies in the middle: the others must end with an error, not hang.
 
-torchrun --standalone --nproc-per-node=2 tests/ranks/kill_one.py; prints one line a surviving rank.
+tests/gpu/test_killed_rank.py runs it under torchrun and judges the line that each surviving rank prints:
+"rank R: <error> after <seconds> s: <text>". No line, or another one, is a failure.
 """
 
 import os
