@@ -31,6 +31,10 @@ def _require_int(name: str, value: object, low: int, high: int) -> None:
     _require(is_int and low <= value <= high, name, value, f"an int from {low} to {high}")  # type: ignore[operator]
 
 
+def _require_word(name: str, value: object, words: tuple[str, ...], note: str = "") -> None:
+    _require(isinstance(value, str) and value in words, name, value, " or ".join(map(repr, words)) + note)
+
+
 @dataclass(frozen=True)
 class MoEConfig:
     """What a layer computes. Equal configs share a workspace; every rank must hold an equal one.
@@ -75,17 +79,18 @@ class MoEConfig:
         _require_int("top_k", self.top_k, 1, MAX_TOP_K)
         _require(self.top_k <= self.num_experts, "top_k", self.top_k, f"at most num_experts ({self.num_experts})")
         _require_int("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _require(self.fp8 in FP8_MAX, "fp8", self.fp8, "'e4m3' or 'e5m2'")
-        _require(self.scale in ("block", "tensor"), "scale", self.scale, "'block' or 'tensor'")
-        _require(self.act_group in (64, 128), "act_group", self.act_group, "64 or 128")
+        _require_word("fp8", self.fp8, tuple(FP8_MAX))
+        _require_word("scale", self.scale, ("block", "tensor"))
+        _require(type(self.act_group) is int and self.act_group in (64, 128), "act_group", self.act_group, "64 or 128")
         block = self.scale == "block"
         _require(block or self.act_group == 128, "act_group", self.act_group, "128 with scale='tensor'")
-        _require(self.accum in ("promoted", "single"), "accum", self.accum, "'promoted' or 'single'")
+        _require_word("accum", self.accum, ("promoted", "single"))
         _require(not block or self.accum == "promoted", "accum", self.accum, "'promoted' with scale='block'")
-        places = "'output' or 'activation' (the weight on FC1's input, as in Llama-4, is not supported)"
-        _require(self.route_weight in ("output", "activation"), "route_weight", self.route_weight, places)
+        note = " (the weight on FC1's input, as in Llama-4, is not supported)"
+        _require_word("route_weight", self.route_weight, ("output", "activation"), note)
         if self.clamp is not None:
-            ok = isinstance(self.clamp, (int, float)) and 0 < self.clamp < float("inf")
+            number = isinstance(self.clamp, (int, float)) and not isinstance(self.clamp, bool)
+            ok = number and 0 < self.clamp < float("inf")
             _require(ok, "clamp", self.clamp, "None or a finite number above 0")
             object.__setattr__(self, "clamp", float(self.clamp))
         if self.pool_rows is not None:
@@ -124,7 +129,7 @@ class Knobs:
     copy_depth: int | None = None
 
     def __post_init__(self) -> None:
-        _require(self.tile_rows in (64, 128), "tile_rows", self.tile_rows, "64 or 128")
+        _require(type(self.tile_rows) is int and self.tile_rows in (64, 128), "tile_rows", self.tile_rows, "64 or 128")
         if self.stages is not None:
             _require_int("stages", self.stages, 2, 12)
         if self.copy_depth is not None:

@@ -11,6 +11,7 @@ from .comm.workspace import Workspace
 from .config import Knobs, MoEConfig
 from .inputs import Inputs
 from .kernels import build
+from .kernels.catalog import NAMES
 from .kernels.exchange import Exchange, ExchangeSpec, exchange_grid
 from .kernels.faults import NO_FAULTS, Faults
 from .kernels.fc1 import FC1, FC1Spec
@@ -22,9 +23,8 @@ from .kernels.stage import Stage, StageSpec, stage_grid
 from .kernels.token_back import TokenBack, TokenBackSpec
 from .weights import ExpertWeights
 
-STAGES = ("stage", "sort", "exchange", "pull", "fc1", "fc2", "token_back", "reduce")
-
-Launch = Callable[..., None]
+STAGES = NAMES
+"""The kernels of a forward, in the order of their launches."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,12 @@ class Call:
 EMPTY = Call(0, 0, 0, 0, 0, 0, 0, 0, False)
 
 
+def check_knobs(cfg: MoEConfig, world_size: int, knobs: Knobs) -> None:
+    """Raise ConfigError, without compiling, for knobs that do not fit a config."""
+    FC1Spec.from_config(cfg, cfg.experts_local(world_size), knobs)
+    FC2Spec.from_config(cfg, cfg.experts_local(world_size), knobs)
+
+
 class RankForward:
     """Launches the eight kernels of a forward on one rank. Compiling happens in the constructor only."""
 
@@ -91,7 +97,7 @@ class RankForward:
         self._fc2 = build.build(FC2(FC2Spec.from_config(cfg, local, knobs)))
         self._token_back = build.build(TokenBack(TokenBackSpec.from_config(cfg, world_size, knobs, faults)))
         self._reduce = build.build(Reduce(ReduceSpec.from_config(cfg, world_size, faults)))
-        self._bind(workspace, rank, experts, layer, round(timeout_s * 1e9))
+        self._bind(workspace, rank, experts, layer, min(round(timeout_s * 1e9), 1 << 62))
 
     def _bind(self, ws: Workspace, rank: int, experts: ExpertWeights, layer: int, timeout_ns: int) -> None:
         """Fix every argument that no call changes."""

@@ -29,8 +29,10 @@ class Inputs:
         return self.x.dtype is not torch.bfloat16
 
 
-def _check(name: str, t: torch.Tensor, shape: tuple[int, ...], dtypes: tuple, device: torch.device) -> None:
-    """Refuse a tensor that kernels could not read as it is."""
+def _check(
+    name: str, t: torch.Tensor, shape: tuple[int, ...], dtypes: tuple, device: torch.device, align: int | None = None
+) -> None:
+    """Refuse a tensor that kernels could not read as it is. align: bytes, the element size by default."""
     if not isinstance(t, torch.Tensor):
         raise InputError(name, type(t).__name__, "a torch.Tensor")
     if t.dtype not in dtypes:
@@ -41,8 +43,9 @@ def _check(name: str, t: torch.Tensor, shape: tuple[int, ...], dtypes: tuple, de
         raise InputError(f"{name}.device", str(t.device), str(device))
     if not t.is_contiguous():
         raise InputError(f"{name}.stride", t.stride(), "contiguous")
-    if t.data_ptr() % 16:
-        raise InputError(f"{name}.data_ptr", t.data_ptr(), "16-byte aligned")
+    align = align or t.element_size()
+    if t.data_ptr() % align:
+        raise InputError(f"{name}.data_ptr", t.data_ptr(), f"{align}-byte aligned")
 
 
 def check_inputs(
@@ -73,7 +76,7 @@ def check_inputs(
         dtypes = (torch.bfloat16, fp8)
     else:
         dtypes = (torch.bfloat16,)
-    _check("x", x, (tokens, cfg.hidden), dtypes, device)
+    _check("x", x, (tokens, cfg.hidden), dtypes, device, align=16)
     if scales is not None:
         _check("x scales", scales, (tokens, cfg.hidden // BLOCK), (torch.float32,), device)
     _check("topk_ids", topk_ids, (tokens, cfg.top_k), (torch.int32, torch.int64), device)
@@ -83,4 +86,4 @@ def check_inputs(
 
 def check_out(cfg: MoEConfig, device: torch.device, out: torch.Tensor, tokens: int) -> None:
     """Check a caller's output tensor: bf16 [T, H], contiguous. Raises InputError."""
-    _check("out", out, (tokens, cfg.hidden), (torch.bfloat16,), device)
+    _check("out", out, (tokens, cfg.hidden), (torch.bfloat16,), device, align=16)

@@ -8,16 +8,44 @@ from typing import Any
 
 import torch
 
+from .comm.host import check_timeout
 from .comm.world import World
 from .config import Knobs, MoEConfig
 from .errors import ConfigError, InputError, MegaMoEError
-from .forward import Call, RankForward
+from .forward import Call, RankForward, check_knobs
 from .inputs import Activations, Inputs, check_inputs, check_out
 from .kernels import build
 from .kernels.faults import NO_FAULTS, Faults
 from .sched import heuristics
 from .version import __version__
 from .weights import ExpertWeights
+
+
+def _check_layer(cfg: MoEConfig, packs: list[ExpertWeights], world: World, knobs: Knobs | None, num_sms: Any) -> None:
+    """Refuse arguments that cannot make a layer on this rank. Raises ConfigError."""
+    if not isinstance(cfg, MoEConfig):
+        raise ConfigError("cfg", type(cfg).__name__, "a MoEConfig")
+    if not all(isinstance(pack, ExpertWeights) for pack in packs):
+        raise ConfigError("experts", [type(pack).__name__ for pack in packs], "ExpertWeights")
+    if len(packs) != len(world.local_ranks):
+        raise ConfigError("experts", f"{len(packs)} packs", f"{len(world.local_ranks)}, one a rank of this process")
+    if knobs is not None and not isinstance(knobs, Knobs):
+        raise ConfigError("knobs", type(knobs).__name__, "None or Knobs")
+    if num_sms is not None and not (type(num_sms) is int and num_sms >= 1):
+        raise ConfigError("num_sms", num_sms, "None or an int of at least 1")
+    local = cfg.experts_local(world.size)
+    for rank, pack in zip(world.local_ranks, packs):
+        if pack.cfg != cfg:
+            raise ConfigError("experts.cfg", pack.cfg, f"equal to cfg ({cfg})")
+        if pack.experts_local != local:
+            raise ConfigError("experts", f"{pack.experts_local} experts", f"num_experts / W = {local}")
+        if pack.device != world.device(rank):
+            raise ConfigError("experts.device", str(pack.device), str(world.device(rank)))
+        if (pack.x_scale, pack.act_scale) != (packs[0].x_scale, packs[0].act_scale):
+            scales = [(p.x_scale, p.act_scale) for p in packs]
+            raise ConfigError("experts", f"(x_scale, act_scale) {scales}", "equal static scales on every rank")
+    if knobs is not None:
+        check_knobs(cfg, world.size, knobs)
 
 
 class MegaMoE:
@@ -49,31 +77,23 @@ class MegaMoE:
         *,
         _faults: Faults = NO_FAULTS,
     ) -> None:
-        self.cfg, self.world = cfg, world
-        self._virtual = world.kind == "virtual"
+        if not isinstance(world, World):
+            raise ConfigError("world", type(world).__name__, "a World, from megamoe.world() or VirtualWorld()")
         packs = list(experts) if isinstance(experts, (list, tuple)) else [experts]
-        if len(packs) != len(world.local_ranks):
-            raise ConfigError("experts", f"{len(packs)} packs", f"{len(world.local_ranks)}, one a rank of this process")
-        timeout_s = world.timeout_s if timeout_s is None else timeout_s
-        if not (isinstance(timeout_s, (int, float)) and 0 < timeout_s < 1e6):
-            raise ConfigError("timeout_s", timeout_s, "seconds above 0")
-        if num_sms is not None and not (isinstance(num_sms, int) and num_sms >= 1):
-            raise ConfigError("num_sms", num_sms, "None or an int of at least 1")
-        local = cfg.experts_local(world.size)
-        for rank, pack in zip(world.local_ranks, packs):
-            if pack.cfg.fingerprint() != cfg.fingerprint():
-                raise ConfigError("experts.cfg", pack.cfg, f"equal to cfg ({cfg})")
-            if pack.experts_local != local:
-                raise ConfigError("experts", f"{pack.experts_local} experts", f"num_experts / W = {local}")
-            if pack.w13.device != world.device(rank):
-                raise ConfigError("experts.device", str(pack.w13.device), str(world.device(rank)))
-        self.experts = packs
-        self._timeout_s, self._check_routes, self._faults = float(timeout_s), bool(check_routes), _faults
+        error: MegaMoEError | None = None
+        try:
+            _check_layer(cfg, packs, world, knobs, num_sms)
+            self._timeout_s = check_timeout(world.timeout_s if timeout_s is None else timeout_s)
+        except MegaMoEError as refusal:
+            error = refusal
+        failure = world.failure("MegaMoE", error)  # a refusal on one rank must not leave the others waiting
+        if failure is not None:
+            raise failure
+        self.cfg, self.world, self.experts = cfg, world, packs
+        self._virtual = world.kind == "virtual"
+        self._check_routes, self._faults = bool(check_routes), _faults
         self._num_sms = [min(num_sms or world.num_sms(r), world.num_sms(r)) for r in world.local_ranks]
-        statics = {(pack.x_scale, pack.act_scale) for pack in packs}
-        if len(statics) > 1:
-            raise ConfigError("experts", f"(x_scale, act_scale) {sorted(statics)}", "equal static scales on every rank")
-        x_scale, act_scale = statics.pop()
+        x_scale, act_scale = packs[0].x_scale, packs[0].act_scale
         self._workspace = world.workspace(cfg, f"x_scale {x_scale}, act_scale {act_scale}, megamoe {__version__}")
         self.layer = self._workspace.next_layer()
         self._knobs = knobs
@@ -84,11 +104,14 @@ class MegaMoE:
     # ---- life ------------------------------------------------------------------------------------
 
     def warmup(self) -> None:
-        """Compile and load every kernel that a forward of any T can use. Collective."""
+        """Compile and load every kernel that a forward of any T can use. Collective.
+
+        Waits for this process's devices, because loading touches buffers that a forward may be using.
+        """
         self._open()
         if build.capturing():
             raise MegaMoEError("warmup() cannot run inside a graph capture: call it before")
-        self.world.synchronize()  # loading writes to pools that another layer's forward may be using
+        self.world.synchronize()
         chosen = (self._knobs,) if self._knobs else heuristics.candidates(self.cfg)
         for knobs in chosen:
             if knobs not in self._forwards:
@@ -105,7 +128,7 @@ class MegaMoE:
                 ]
             for rank, forward in zip(self.world.local_ranks, self._forwards[knobs]):
                 device = self.world.device(rank)
-                with torch.cuda.device(device):
+                with build.on_device(device):
                     forward.load(build.stream_handle(device))
         self.world.synchronize()
         self.world.barrier("warmup")
@@ -115,8 +138,10 @@ class MegaMoE:
         """Forget the layer. Its workspace stays with the world, which frees it."""
         self._closed = True
         self._forwards.clear()
+        self.experts = []
 
     def __enter__(self) -> MegaMoE:
+        self._open()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -150,6 +175,8 @@ class MegaMoE:
         inputs = [self._check(rank, *args, o) for rank, args, o in zip(world.local_ranks, zip(*lists), outs)]
         self._workspace.raise_if_unusable()
         if not self._warm:
+            if world.kind == "nvshmem":  # it is collective, and a peer that did warm up would not join
+                raise MegaMoEError("call warmup() on every rank before the first forward")
             self.warmup()
         ys = [
             torch.empty(i.tokens, self.cfg.hidden, dtype=torch.bfloat16, device=i.x.device) if o is None else o
@@ -181,7 +208,8 @@ class MegaMoE:
     def _launch(self, index: int, inputs: Inputs, y: torch.Tensor, stream: int) -> None:
         """Enqueue the forward of local rank `index` on a stream."""
         knobs = self._knobs or heuristics.choose_knobs(self.cfg, self.world.size, inputs.tokens)
-        self._forwards[knobs][index].launch(Call.of(inputs, y), stream)
+        with build.on_device(y.device):
+            self._forwards[knobs][index].launch(Call.of(inputs, y), stream)
 
     def _fork(self) -> None:
         """Let every rank's stream follow the caller's (also inside a capture)."""

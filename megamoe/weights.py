@@ -193,6 +193,32 @@ class ExpertWeights:
     x_scale: float | None = None
     act_scale: float | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what kernels could not read: they get addresses, so nothing else looks at these tensors."""
+        cfg, count = self.cfg, self.w13.shape[0] if isinstance(self.w13, Tensor) and self.w13.ndim else 0
+        hidden, inter, fp8 = cfg.hidden, cfg.intermediate, numerics.fp8_dtype(cfg.fp8)
+        block = cfg.scale == "block"
+        wanted = {
+            "w13": (fp8, (count, 2 * inter, hidden)),
+            "w13_scale": (torch.float32, (count, 2, inter // BLOCK, hidden // BLOCK) if block else (count,)),
+            "w2": (fp8, (count, hidden, inter)),
+            "w2_scale": (torch.float32, (count, hidden // BLOCK, inter // BLOCK) if block else (count,)),
+        }
+        for name, (dtype, shape) in wanted.items():
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor):
+                raise InputError(name, type(tensor).__name__, "a torch.Tensor")
+            if tensor.dtype != dtype:
+                raise InputError(f"{name}.dtype", tensor.dtype, str(dtype))
+            if tuple(tensor.shape) != shape:
+                raise InputError(f"{name}.shape", tuple(tensor.shape), str(shape))
+            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+                raise InputError(name, "not contiguous or not aligned", "contiguous, at a multiple of 16 bytes")
+            if tensor.device != self.w13.device:
+                raise InputError(f"{name}.device", str(tensor.device), f"that of w13, {self.w13.device}")
+        for name in ("x_scale", "act_scale"):
+            _static_scale(cfg, name, getattr(self, name))
+
     @property
     def experts_local(self) -> int:
         """E_local."""

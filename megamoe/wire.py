@@ -33,7 +33,7 @@ RECORD_FIELDS = 8  # cause, origin, blamed, phase, expert, expected, seen, epoch
 CONTROL_WORDS = RECORDS + MAX_RANKS * RECORD_FIELDS
 
 HEADER = 4  # int32 words before the counts
-HEADER_LAYER, HEADER_ROUTES = 0, 1
+HEADER_LAYER = 0  # the others are spare; they keep counts 16-byte aligned
 
 # Pinned host block: int64 words.
 HOST_STATE, HOST_RECORD = 0, 8  # STATE: 0, or 1 once RECORD is complete

@@ -67,16 +67,6 @@ def make_weights(
     return packs
 
 
-def layer_bound(cfg: MoEConfig, tokens: int) -> float:
-    """DESIGN's bound on the relative error of the whole layer against the oracle.
-
-    It is for many tokens: the error is a few flipped FP8 codes, and on fewer than 64 tokens one flip of a
-    large value can be several times the mean (1.7e-2 seen on a single token, 5e-3 on hundreds).
-    """
-    bound = 3e-2 if cfg.accum == "single" else 1e-2 if cfg.fp8 == "e4m3" else 1.5e-2
-    return bound if tokens >= 64 else 4 * bound
-
-
 @dataclass
 class Problem:
     """Inputs of W ranks."""

@@ -66,7 +66,7 @@ def _core() -> Any:
     except (ImportError, OSError) as error:
         major = (torch.version.cuda or "13").split(".")[0]
         raise MissingDependency(
-            f"several ranks need nvshmem4py ({error}): pip install 'megamoe[cu{major}]', the CUDA major of this torch"
+            f"several ranks need nvshmem4py ({error}): pip install -e '.[cu{major}]', the CUDA major of this torch"
         ) from error
     return core
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from .. import reference
 from ..comm import VirtualWorld, World, memory_estimate
 from ..comm import world as group_world
 from ..config import MoEConfig
 from ..errors import ArgumentError, ConfigError, MegaMoEError, WorldError
-from .problem import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, DemoProblem, layer_bound, sample_rows
+from .problem import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, DemoProblem, sample_rows
 
 if TYPE_CHECKING:
     from .timing import Floor, Times
@@ -104,7 +105,7 @@ def run_layer(args: argparse.Namespace, world: World) -> int:
         bench = Bench(moe, problem, xs, ids, weights, [torch.full_like(x, float("nan")) for x in xs])
         bench.forward()
         moe.synchronize()
-        error, bound = max(bench.errors()), layer_bound(cfg, tokens)
+        error, bound = max(bench.errors()), reference.layer_bound(cfg, tokens)
         good = error <= bound
         say(f"error    relative {error:.2e} (bound {bound:g}): {'good' if good else 'OUT OF BOUNDS'}; the worst rank")
         say(f"         against the torch oracle, {len(sample_rows(tokens, device))} of its {tokens} tokens")

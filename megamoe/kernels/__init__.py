@@ -11,7 +11,7 @@ try:
     import cutlass.cute  # noqa: F401
 except ImportError as error:
     raise MissingDependency(
-        "megamoe's kernels need CuTeDSL: pip install 'megamoe[cu13]' (or [cu12], as torch.version.cuda says)"
+        "megamoe's kernels need CuTeDSL: pip install -e '.[cu13]' (or '.[cu12]', as torch.version.cuda says)"
     ) from error
 
 from .fc1 import fc1

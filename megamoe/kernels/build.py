@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
 import cutlass.cute as cute
@@ -57,6 +58,20 @@ def build(kernel: DeviceKernel) -> Callable[..., None]:
                 raise MegaMoEError(f"{type(kernel).__name__} is not compiled yet: call warmup() before graph capture")
             launch = _built[key] = compile_kernel(kernel)
     return launch
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` current for a launch: the default stream's handle, 0, means that of the current device."""
+    if torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def run(kernel: DeviceKernel, device: torch.device, *args: float) -> None:
+    """Build `kernel` and launch it on `device`, on torch's current stream there."""
+    launch = build(kernel)
+    with on_device(device):
+        launch(*args, stream_handle(device))
 
 
 def stream_handle(device: torch.device) -> int:

@@ -73,13 +73,8 @@ def send_lists(
         at = counts + (slot_source * pitch + wire.HEADER + (expert - owner * spec.experts_local)) * 4
         prims.st_i32(at + ctl.delta_of(deltas, owner), prims.ld_i32(counts_set + Int64(expert) * 4))
     if worker < spec.world_size:
-        sent = Int32(0)
-        for o in cutlass.range_constexpr(spec.world_size):
-            if worker == o:
-                sent = starts[o + 1] - starts[o]
         header = counts + slot_source * pitch * 4 + ctl.delta_of(deltas, worker)
         prims.st_i32(header + 4 * wire.HEADER_LAYER, layer)
-        prims.st_i32(header + 4 * wire.HEADER_ROUTES, sent)
 
 
 class Exchange:

@@ -229,9 +229,10 @@ def fc1(
     rows.check("out", out, torch.uint8, total, fmt.pitch)
     act = torch.empty(total if debug else 0, cfg.intermediate, dtype=torch.float32, device=x_rows.device)
     if total:
-        build.build(FC1(FC1Spec.from_config(cfg, local, knobs, debug)))(
+        build.run(
+            *(FC1(FC1Spec.from_config(cfg, local, knobs, debug)), x_rows.device),
             *(x_rows.data_ptr(), expert_start.data_ptr(), experts.w13.data_ptr(), experts.w13_scale.data_ptr()),
             *(weight_address, out.data_ptr(), act.data_ptr(), total, rows.ctas(x_rows, num_sms)),
-            *(experts.x_scale or 1.0, experts.act_scale or 1.0, build.stream_handle(x_rows.device)),
+            *(experts.x_scale or 1.0, experts.act_scale or 1.0),
         )
     return (out, act) if debug else out

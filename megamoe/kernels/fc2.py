@@ -194,9 +194,9 @@ def fc2(
         out = torch.empty(total, cfg.hidden, dtype=torch.bfloat16, device=act_rows.device)
     rows.check("out", out, torch.bfloat16, total, cfg.hidden)
     if total:
-        build.build(FC2(FC2Spec.from_config(cfg, local, knobs)))(
+        build.run(
+            *(FC2(FC2Spec.from_config(cfg, local, knobs)), act_rows.device),
             *(act_rows.data_ptr(), expert_start.data_ptr(), experts.w2.data_ptr(), experts.w2_scale.data_ptr()),
             *(weight_address, out.data_ptr(), total, rows.ctas(act_rows, num_sms), experts.act_scale or 1.0),
-            build.stream_handle(act_rows.device),
         )
     return out

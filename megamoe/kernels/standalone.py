@@ -85,7 +85,7 @@ def _launch(
     if deltas is None:
         deltas = torch.zeros(world_size, dtype=torch.int64, device=like.device)
     head = (block.data_ptr(),) if isinstance(kernel, Sort) else (block.data_ptr(), deltas.data_ptr())
-    build.build(kernel)(*head, *args, build.stream_handle(like.device))
+    build.run(kernel, like.device, *head, *args)
     if control is None:
         words = block.cpu()
         origin = int(words[wire.ABORT]) - 1

@@ -85,7 +85,7 @@ def test_titles_axes_and_background(with_peers, name):
         assert (ax.get_xscale(), ax.get_yscale()) == scales
         assert ax.get_xlabel() == ("rows on each expert" if name == "gemm" else "tokens on each rank, T")
         assert ax.get_title(loc="left")
-    assert fig.axes[0].get_ylabel() and [len(fig.axes) for _ in "x"] == [1 if name == "stages" else 2]
+    assert fig.axes[0].get_ylabel() and len(fig.axes) == (1 if name == "stages" else 2)
 
 
 def test_latency(with_peers):
@@ -151,8 +151,11 @@ def test_gemm(rows):
 def test_gemm_peers_have_lines_of_their_own(rows):
     both = [{**row, "impl": "deep_gemm"} for row in rows if row["what"] == "gemm"]
     one = [{**row, "impl": "scaled_grouped_mm"} for row in both if row["scale"] == "tensor"]
-    lines = drawn(plot.gemm([*rows, *both, *one]).axes[1])
-    assert {"DeepGEMM, block", "DeepGEMM, tensor", "torch._scaled_grouped_mm"} < set(lines)
+    dense = [{**row, "impl": "scaled_mm", "tflops": 1400.0, "rows_per_expert": 4096} for row in one]
+    lines = drawn(plot.gemm([*rows, *both, *one, *dense]).axes[1])
+    ours = {"block scales", "tensor scales", "dense torch._scaled_mm", "floor"}
+    assert set(lines) - ours == {"DeepGEMM, block", "DeepGEMM, tensor", "torch._scaled_grouped_mm"}
+    assert lines["dense torch._scaled_mm"][4096] == 1400 and 1024 in lines["dense torch._scaled_mm"]
 
 
 def test_stages_add_up(rows):

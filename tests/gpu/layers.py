@@ -8,7 +8,7 @@ import torch
 
 from megamoe import MegaMoE, MoEConfig, VirtualWorld, reference
 from megamoe.comm import SingleWorld
-from tests.problems import Problem, layer_bound, make_inputs, make_weights
+from tests.problems import Problem, make_inputs, make_weights
 
 DEVICE = "cuda"
 
@@ -42,7 +42,7 @@ def poisoned_forward(moe: MegaMoE, p: Problem) -> list[torch.Tensor]:
 def check(cfg: MoEConfig, ys: list[torch.Tensor], refs: list[torch.Tensor]) -> float:
     """Assert DESIGN's bound on all ranks together; returns the error."""
     error = reference.relative_error(torch.cat(ys), torch.cat(refs))
-    bound = layer_bound(cfg, sum(len(y) for y in ys))
+    bound = reference.layer_bound(cfg, sum(len(y) for y in ys))
     assert error <= bound, f"relative error {error:.3e} above {bound:.1e}"
     return error
 

@@ -4,7 +4,7 @@ import cutlass.cute as cute
 import pytest
 import torch
 
-from megamoe import MegaMoE, MegaMoEError, MoEConfig, VirtualWorld
+from megamoe import MegaMoE, MegaMoEError, MoEConfig, VirtualWorld, memory_estimate
 from megamoe.comm import SingleWorld
 from megamoe.kernels import build
 from tests.gpu.layers import DEVICE, check, open_layer, oracle
@@ -88,6 +88,10 @@ def test_one_compile_a_kernel(monkeypatch):
             moe.warmup()
             built = [(type(k).__name__, k.spec) for k in calls]
             assert len(set(built)) == len(built)
+            names = [name for name, _ in built]
+            assert sorted(names) == sorted(  # two Stage variants, and GEMMs for both Knobs that T can choose
+                ["Stage"] * 2 + ["Sort", "Exchange", "Pull", "TokenBack", "Reduce"] + ["FC1", "FC2"] * 2
+            )
             for tokens in (0, 1, 7, 64, 1000, 2000):
                 p = make_inputs(cfg, [tokens], "random", tokens, DEVICE)
                 y = moe(p.xs[0], p.ids[0], p.weights[0])
@@ -97,6 +101,43 @@ def test_one_compile_a_kernel(monkeypatch):
         with MegaMoE(cfg, packs[0], world) as again:
             again.warmup()
         assert len(calls) == len(built)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_forward_neither_allocates_nor_waits(world_size):
+    with open_layer(CFG, world_size) as (_, packs, moe):
+        p = make_inputs(CFG, [200, 0, 64, 1][:world_size], "random", 1, DEVICE)
+        outs = [torch.empty_like(x) for x in p.xs]
+        moe(p.xs, p.ids, p.weights, out=outs)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            moe(p.xs, p.ids, p.weights, out=outs)
+            moe.check()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        moe.synchronize()
+        check(CFG, outs, oracle(CFG, packs, p))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_memory_estimate_is_what_is_allocated(world_size):
+    cfg = MoEConfig(hidden=2048, intermediate=768, num_experts=16, top_k=4, max_tokens=4096)
+    torch.cuda.empty_cache()
+    with VirtualWorld(world_size) as world:
+        before = torch.cuda.memory_allocated()
+        packs = make_weights(cfg, world_size, 0, DEVICE)
+        weights = torch.cuda.memory_allocated() - before
+        with MegaMoE(cfg, packs, world):
+            buffers = torch.cuda.memory_allocated() - before - weights
+        estimate = memory_estimate(cfg, world_size)
+        for got, want in (
+            (weights, world_size * estimate["layer_weights"]),
+            (buffers, world_size * (estimate["arena"] + estimate["pools"])),
+        ):
+            assert abs(got - want) <= 0.02 * want, (got, want)
 
 
 def time_of(moe, p, runs=60):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import megamoe
 from megamoe import AbortedBadInput, AbortedTimeout, InputError, MegaMoE, MismatchError, MoEConfig, reference
 from megamoe.config import supported_modes
-from tests.problems import ROUTINGS, Problem, layer_bound, make_inputs, make_weights
+from tests.problems import ROUTINGS, Problem, make_inputs, make_weights
 
 DEVICE = "cuda"
 CFG = dict(hidden=1024, intermediate=384, num_experts=16, top_k=4, max_tokens=400)
@@ -43,7 +43,7 @@ class Ranks:
 
     def check(self, y, p: Problem):
         want = reference.layer(self.cfg, [k.canonical() for k in self.packs], p.xs, p.ids, p.weights)[self.rank]
-        limit = layer_bound(self.cfg, len(y))
+        limit = reference.layer_bound(self.cfg, len(y))
         error = reference.relative_error(y, want)
         assert error <= limit, f"rank {self.rank}: {error:.3e}"
 
@@ -198,6 +198,21 @@ def test_refusals(world):
     assert y.isnan().all()
     ranks.moe.reset()
     ranks.run(tokens, "random", 3)
+    ranks.moe.close()
+
+
+def test_another_current_device_does_not_matter(world):
+    """A launch on the default stream goes to the current device unless it is switched."""
+    ranks = Ranks(MoEConfig(**CFG), world)
+    p = ranks.problem([200] * world.size, "random", 2)
+    torch.cuda.synchronize()
+    torch.cuda.set_device((ranks.rank + 1) % torch.cuda.device_count())
+    try:
+        y = ranks.forward(p)
+        ranks.moe.synchronize()
+    finally:
+        torch.cuda.set_device(ranks.world.device(ranks.rank))
+    ranks.check(y, p)
     ranks.moe.close()
 
 
