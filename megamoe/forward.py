@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +27,7 @@ STAGES = NAMES
 """The kernels of a forward, in the order of their launches."""
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What one forward of one rank reads and writes: addresses and counts."""
 
     x: int
@@ -44,16 +43,12 @@ class Call:
     @classmethod
     def of(cls, inputs: Inputs, y: torch.Tensor) -> Call:
         """The call for checked inputs and an output tensor."""
+        x, scales, ids, weights, tokens = inputs
         return cls(
-            x=inputs.x.data_ptr(),
-            scales=0 if inputs.scales is None else inputs.scales.data_ptr(),
-            ids=inputs.ids.data_ptr(),
-            ids_are_64=int(inputs.ids.dtype is torch.int64),
-            weights=inputs.weights.data_ptr(),
-            weights_are_bf16=int(inputs.weights.dtype is torch.bfloat16),
-            tokens=inputs.tokens,
-            y=y.data_ptr(),
-            prequantized=inputs.prequantized,
+            *(x.data_ptr(), 0 if scales is None else scales.data_ptr()),
+            *(ids.data_ptr(), int(ids.dtype is torch.int64)),
+            *(weights.data_ptr(), int(weights.dtype is torch.bfloat16)),
+            *(tokens, y.data_ptr(), inputs.prequantized),
         )
 
 
@@ -172,6 +167,6 @@ class RankForward:
     def load(self, stream: int) -> None:
         """Load every kernel on the device by a dry forward, so that no module load meets a waiting peer."""
         for prequantized in (False, True):
-            call = Call(**{**EMPTY.__dict__, "prequantized": prequantized})
+            call = EMPTY._replace(prequantized=prequantized)
             for step in self.steps(call, stream, dry=True):
                 step()

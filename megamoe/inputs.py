@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ from .errors import InputError
 Activations = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """Checked inputs of one rank. scales is None unless x came pre-quantised with block scales."""
 
     x: torch.Tensor

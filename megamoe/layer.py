@@ -166,32 +166,45 @@ class MegaMoE:
         round), MegaMoEAborted when an earlier forward aborted.
         """
         self._open()
-        world = self.world
-        lists = (x, topk_ids, topk_weights) if self._virtual else ([x], [topk_ids], [topk_weights])
-        outs = (out if self._virtual else [out]) if out is not None else [None] * len(world.local_ranks)
-        for name, value in zip(("x", "topk_ids", "topk_weights", "out"), (*lists, outs)):
-            if not isinstance(value, (list, tuple)) or len(value) != len(world.local_ranks):
-                raise InputError(name, type(value).__name__, f"a list of {len(world.local_ranks)}, one a rank")
-        inputs = [self._check(rank, *args, o) for rank, args, o in zip(world.local_ranks, zip(*lists), outs)]
+        if self._virtual:
+            return self._call_virtual(x, topk_ids, topk_weights, out)
+        inputs = self._check(self.world.local_ranks[0], x, topk_ids, topk_weights, out)
+        self._get_ready()
+        y = self._new_output(inputs) if out is None else out
+        self._workspace.enqueueing = True  # stays set when an exception (Ctrl-C) leaves a forward half enqueued
+        self._launch(0, inputs, y, build.stream_handle(y.device))
+        self._workspace.enqueueing = False
+        return y
+
+    def _call_virtual(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> list[torch.Tensor]:
+        """Check the inputs of all ranks, then launch one forward after the other, each on its rank's stream."""
+        ranks = self.world.local_ranks
+        outs = [None] * len(ranks) if out is None else out
+        lists = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, out=outs)
+        for name, value in lists.items():
+            if not isinstance(value, (list, tuple)) or len(value) != len(ranks):
+                raise InputError(name, type(value).__name__, f"a list of {len(ranks)}, one a rank")
+        inputs = [self._check(rank, *args) for rank, args in zip(ranks, zip(*lists.values()))]
+        self._get_ready()
+        ys = [self._new_output(i) if o is None else o for i, o in zip(inputs, outs)]
+        self._workspace.enqueueing = True
+        self._fork()
+        for rank in ranks:
+            self._launch(rank, inputs[rank], ys[rank], self.world.stream(rank).cuda_stream)
+        self._join()
+        self._workspace.enqueueing = False
+        return ys
+
+    def _get_ready(self) -> None:
+        """What stands between checked inputs and the first launch."""
         self._workspace.raise_if_unusable()
         if not self._warm:
-            if world.kind == "nvshmem":  # it is collective, and a peer that did warm up would not join
+            if self.world.kind == "nvshmem":  # it is collective, and a peer that did warm up would not join
                 raise MegaMoEError("call warmup() on every rank before the first forward")
             self.warmup()
-        ys = [
-            torch.empty(i.tokens, self.cfg.hidden, dtype=torch.bfloat16, device=i.x.device) if o is None else o
-            for i, o in zip(inputs, outs)
-        ]
-        self._workspace.enqueueing = True  # stays set when an exception (Ctrl-C) leaves a forward half enqueued
-        if self._virtual:
-            self._fork()
-            for index, (i, y) in enumerate(zip(inputs, ys)):
-                self._launch(index, i, y, world.stream(index).cuda_stream)
-            self._join()
-        else:
-            self._launch(0, inputs[0], ys[0], build.stream_handle(ys[0].device))
-        self._workspace.enqueueing = False
-        return ys if self._virtual else ys[0]
+
+    def _new_output(self, inputs: Inputs) -> torch.Tensor:
+        return torch.empty(inputs.tokens, self.cfg.hidden, dtype=torch.bfloat16, device=inputs.x.device)
 
     def _check(self, rank: int, x: Activations, ids: torch.Tensor, weights: torch.Tensor, out: Any) -> Inputs:
         device = self.world.device(rank)

@@ -21,9 +21,10 @@ def group_scale(amax: Float32, fp8: cutlass.Constexpr) -> Float32:
 def codes_of(values: list, scale: Float32, bounded: cutlass.Constexpr, fp8: cutlass.Constexpr) -> list:
     """FP8 codes of values / scale, four in a word, the first in the lowest byte; len(values) % 4 == 0.
 
-    The quotient is IEEE division's: with r = 1 / scale correctly rounded and q = value * r, the remainder
-    value - q * scale is exact in one fma and q + remainder * r is the correctly rounded quotient (P.
-    Markstein, IBM J. Res. Dev. 34, 1990). One division for all values, then three instructions each.
+    The quotient is IEEE division's: with r = 1 / scale correctly rounded and q = value * r, the excess
+    q * scale - value is exact in one fma and q - excess * r is the correctly rounded quotient (P.
+    Markstein, IBM J. Res. Dev. 34, 1990). One division for all values, then three instructions each. In
+    this order of signs -0 stays -0.
     bounded: |value| <= scale * fp8_max holds (block scales); else q is first held to twice fp8_max, so that
     an overflow saturates. NaN stays NaN. In a group that holds an infinity every code is NaN.
     """
@@ -34,8 +35,8 @@ def codes_of(values: list, scale: Float32, bounded: cutlass.Constexpr, fp8: cutl
         rough = values[i] * reciprocal
         if cutlass.const_expr(not bounded):
             rough = prims.fmax(-limit, -prims.fmax(-limit, -rough))
-        remainder = prims.fma(-rough, scale, values[i])
-        quotients.append(prims.fma(remainder, reciprocal, rough))
+        excess = prims.fma(rough, scale, -values[i])
+        quotients.append(prims.fma(excess, -reciprocal, rough))
     return [
         prims.f32_quad_to_fp8(quotients[i], quotients[i + 1], quotients[i + 2], quotients[i + 3], fp8)
         for i in range(0, len(quotients), 4)

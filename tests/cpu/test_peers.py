@@ -28,6 +28,15 @@ CPU = torch.device("cpu")
 SHAPE = dict(hidden=256, intermediate=128, num_experts=8, top_k=3, max_tokens=64)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: waiting threads would only take a busy machine's cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def stub_grouped_mm(codes, scale, w, w_scale, ends):
     """torch_ep.grouped_mm by dequantised products; rows behind the last end are NaN."""
     assert codes.dtype == w.dtype == torch.float8_e4m3fn and ends.dtype == torch.int32

@@ -270,3 +270,21 @@ def test_host_and_device_quantise_alike():
         on_cpu = numerics.quantize_groups(x.cpu(), 128, fp8)
         assert torch.equal(on_gpu[0].cpu().view(torch.uint8), on_cpu[0].view(torch.uint8))
         assert torch.equal(on_gpu[1].cpu(), on_cpu[1])
+
+
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_stage_of_every_bf16_value(scale):
+    """All 65536 bit patterns but infinities: signed zeros, denormals, NaN, and overflow of a static scale."""
+    cfg = config(scale=scale, hidden=256, max_tokens=256)
+    x = torch.arange(1 << 16, device=DEVICE, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    x = torch.where(x.isinf(), torch.zeros_like(x), x)
+    ids, weights = routing("random", cfg, 0, 1, 256, 0, DEVICE)
+    with poisoned_empty():
+        staged = kernels.stage(cfg, x, ids, weights, x_scale=0.02)
+    codes, scales = reference.stage(cfg, x, 0.02)
+    got, got_scales = kernels.unpack_rows(staged.rows, wire.input_format(cfg), cfg.fp8)
+    nan = codes.float().isnan()
+    assert torch.equal(got.float().isnan(), nan)
+    assert torch.equal(got.view(torch.uint8)[~nan], codes.view(torch.uint8)[~nan])
+    if scales is not None:
+        assert torch.equal(got_scales, scales)
