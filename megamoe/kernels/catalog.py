@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..config import Knobs, MoEConfig, supported_modes
 from .build import DeviceKernel
-from .copy_rows import WARPS
+from .copy_rows import WARPS, slot_bytes
 from .exchange import Exchange, ExchangeSpec
 from .fc1 import FC1, FC1Spec
 from .fc2 import FC2, FC2Spec
@@ -116,7 +116,7 @@ def shared_bytes(kernel: DeviceKernel) -> int:
         return 4 * (2 * spec.num_experts + 1)
     if isinstance(spec, PullSpec):
         experts = spec.experts_local * spec.world_size
-        return WARPS * spec.depth * (spec.row.row_bytes + 8) + 4 * (2 * experts + 1 + spec.world_size)
+        return WARPS * spec.depth * (slot_bytes(spec.row.row_bytes) + 8) + 4 * (2 * experts + 1 + spec.world_size)
     if isinstance(spec, TokenBackSpec):
-        return WARPS * spec.depth * (spec.piece_bytes + 8)
+        return WARPS * spec.depth * (slot_bytes(spec.piece_bytes) + 8)
     return 0

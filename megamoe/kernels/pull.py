@@ -42,72 +42,81 @@ class PullSpec:
 
 
 @cute.jit
-def wait_lists(
-    spec: cutlass.Constexpr, control: Int64, deltas: Int64, rank: Int32, layer: Int32, counts: Int64, epoch: Int64
-) -> Int32:
-    """The CTA: wait for all W lists of this epoch and check their layer; 1 in every thread when all are there."""
+def wait_lists(spec: cutlass.Constexpr, control: Int64, deltas: Int64, rank: Int32, epoch: Int64) -> Int32:
+    """The CTA: wait for all W lists of this epoch; 1 in every thread when they are there and nobody aborted."""
     tid, _, _ = cute.arch.thread_idx()
     failed = Int32(0)
     if tid < spec.world_size:
-        slot = Int64(epoch & 1)
-        flag = control + 8 * (wire.LIST_FLAG + slot * wire.MAX_RANKS + tid)
+        flag = control + 8 * (wire.LIST_FLAG + Int64(epoch & 1) * wire.MAX_RANKS + tid)
         deadline = prims.ld_i64(control + 8 * wire.DEADLINE)
         seen = epoch
         timed_out = Boolean(False)
         if cutlass.const_expr(not spec.faults.skip_list_wait):
             seen, timed_out = ctl.wait_flag(flag, epoch, control, deadline)
-        cause_layer = Boolean(False)
-        header = Int64(layer)
-        if seen >= epoch:
-            at = counts + (slot * spec.world_size + tid) * (wire.counts_pitch(spec.experts_local) * 4)
-            header = Int64(prims.ld_i32(at + 4 * wire.HEADER_LAYER))
-            cause_layer = Boolean(header != Int64(layer))
-        if cutlass.const_expr(spec.faults.skip_list_wait):
-            cause_layer = Boolean(False)
         if timed_out:
             ctl.abort_all(
                 *(control, deltas, spec.world_size, rank, Cause.TIMEOUT, Phase.PULL),
                 *(tid, Int32(-1), epoch, seen, epoch),
             )
-        elif cause_layer:
-            ctl.abort_all(
-                *(control, deltas, spec.world_size, rank, Cause.LAYER, Phase.PULL),
-                *(tid, Int32(-1), Int64(layer), header, epoch),
-            )
-        if seen < epoch or cause_layer:
+        if seen < epoch:
             failed = Int32(1)
-    if ctl.aborted(control):
-        failed = Int32(1)
+    elif tid == 32:  # another warp, so that the two loads overlap
+        if ctl.aborted(control):
+            failed = Int32(1)
     return 1 - prims.cta_any(failed)
 
 
 @cute.jit
-def lay_out_pool(spec: cutlass.Constexpr, slot: Int64, counts: Int64, segments: Int32, offsets: Int32) -> Int32:
-    """The CTA: prefix sums of the received counts, in shared memory; returns the number of rows.
+def lay_out_pool(
+    spec: cutlass.Constexpr,
+    control: Int64,
+    deltas: Int64,
+    rank: Int32,
+    layer: Int32,
+    epoch: Int64,
+    counts: Int64,
+    segments: Int32,
+    offsets: Int32,
+) -> Int32:
+    """The CTA: check the lists' layer, sum up their counts in shared memory; returns the number of rows.
 
     segments [E + 1]: first pool row of (expert, source), expert-major. offsets [W * (E_local + 1)]: where
-    each expert begins in each source's list.
+    each expert begins in each source's list. 0 rows after a layer mismatch, which aborts.
     """
     tid, _, _ = cute.arch.thread_idx()
     ranks = spec.world_size
     width = spec.experts_local + 1
-    pitch = wire.counts_pitch(spec.experts_local)
+    lists = counts + Int64(epoch & 1) * (ranks * wire.counts_pitch(spec.experts_local) * 4)
+    failed = Int32(0)
+    header = layer
+    if tid < ranks:
+        at = lists + Int64(tid) * (wire.counts_pitch(spec.experts_local) * 4)
+        header = prims.ld_i32(at + 4 * wire.HEADER_LAYER)
     for i in range(tid, spec.experts_local * ranks, THREADS):
         expert = i // ranks
         source = i - expert * ranks
-        at = counts + ((slot * ranks + source) * pitch + wire.HEADER + expert) * 4
+        at = lists + Int64(source * wire.counts_pitch(spec.experts_local) + wire.HEADER + expert) * 4
         count = prims.ld_i32(at)
         prims.smem_st(segments + i * 4, count)
         prims.smem_st(offsets + (source * width + expert) * 4, count)
-    cute.arch.sync_threads()
-    warp = tid // 32
-    if warp == 0:
-        scan_exclusive(segments, spec.experts_local * ranks)
-    for source in cutlass.range_constexpr(ranks):
-        if warp == (source + 1) % WARPS:
-            scan_exclusive(offsets + source * width * 4, spec.experts_local)
-    cute.arch.sync_threads()
-    return prims.smem_ld(segments + spec.experts_local * ranks * 4)
+    if cutlass.const_expr(not spec.faults.skip_list_wait):  # else the header may be anything
+        if header != layer:
+            failed = Int32(1)
+            ctl.abort_all(
+                *(control, deltas, spec.world_size, rank, Cause.LAYER, Phase.PULL),
+                *(tid, Int32(-1), Int64(layer), Int64(header), epoch),
+            )
+    total = Int32(0)
+    if prims.cta_any(failed) == 0:
+        warp = tid // 32
+        if warp == 0:
+            scan_exclusive(segments, spec.experts_local * ranks)
+        for source in cutlass.range_constexpr(ranks):
+            if warp == (source + 1) % WARPS:
+                scan_exclusive(offsets + source * width * 4, spec.experts_local)
+        cute.arch.sync_threads()
+        total = prims.smem_ld(segments + spec.experts_local * ranks * 4)
+    return total
 
 
 class Pull:
@@ -196,9 +205,8 @@ class Pull:
         slot = Int64(epoch & 1)
         random_delay(spec.faults)
         total = Int32(0)
-        arrived = wait_lists(spec, control, deltas, rank, layer, counts, epoch)
-        if arrived != 0:
-            total = lay_out_pool(spec, slot, counts, segments, offsets)
+        if wait_lists(spec, control, deltas, rank, epoch) != 0:
+            total = lay_out_pool(spec, control, deltas, rank, layer, epoch, counts, segments, offsets)
             if total > pool_rows:
                 if tid == 0:
                     ctl.abort_all(

@@ -16,24 +16,32 @@ from . import prims
 
 @cute.jit
 def scan_exclusive(values: Int32, count: cutlass.Constexpr):
-    """One warp: turn values[0 .. count-1] into their exclusive prefix sums, in place; values[count] = total."""
+    """One warp: turn values[0 .. count-1] into their exclusive prefix sums, in place; values[count] = total.
+
+    Each lane sums a run of neighbours, so that one warp scan of 32 sums is enough.
+    """
     lane = cute.arch.lane_idx()
-    carry = Int32(0)
-    for chunk in range((count + 31) // 32):
-        index = chunk * 32 + lane
-        mine = Int32(0)
-        if index < count:
-            mine = prims.smem_ld(values + index * 4)
-        sums = mine
-        for step in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(sums, 1 << step)
-            if lane >= (1 << step):
-                sums += below
-        if index < count:
-            prims.smem_st(values + index * 4, carry + sums - mine)
-        carry += cute.arch.shuffle_sync(sums, 31)
-    if lane == 0:
-        prims.smem_st(values + count * 4, carry)
+    run = -(-count // 32)
+    mine = []
+    total = Int32(0)
+    for i in cutlass.range_constexpr(run):
+        value = Int32(0)
+        if lane * run + i < count:
+            value = prims.smem_ld(values + (lane * run + i) * 4)
+        mine.append(value)
+        total += value
+    sums = total
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(sums, 1 << step)
+        if lane >= (1 << step):
+            sums += below
+    before = sums - total
+    for i in cutlass.range_constexpr(run):
+        if lane * run + i < count:
+            prims.smem_st(values + (lane * run + i) * 4, before)
+        before += mine[i]
+    if lane == 31:
+        prims.smem_st(values + count * 4, sums)
 
 
 @cute.jit
