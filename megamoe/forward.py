@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from .kernels.sort import Sort, SortSpec, sort_grid
 from .kernels.stage import Stage, StageSpec, stage_grid
 from .kernels.token_back import TokenBack, TokenBackSpec
 from .weights import ExpertWeights
+
+Launch = Callable[..., None]
 
 STAGES = NAMES
 """The kernels of a forward, in the order of their launches."""
@@ -132,41 +135,42 @@ class RankForward:
         )
         self._reduce_args = (at["ids"], at["send_start"], at["slots"])
 
-    def steps(self, call: Call, stream: int, *, dry: bool = False) -> list[Callable[[], None]]:
-        """The eight launches, in the order of STAGES, for callers that time or delay them one by one.
-
-        dry: run on the scratch control block, whose abort word is set: every kernel loads and runs to its
-        end, touches no peer and waits for nobody.
-        """
+    def _calls(self, call: Call, stream: int, dry: bool = False) -> tuple[tuple[Launch, tuple], ...]:
+        """The launches of a forward and their arguments, in the order of STAGES."""
         cfg, sms, tokens = self._cfg, self._num_sms, call.tokens
-        control = self._scratch if dry else self._control
-        host = self._scratch_host if dry else self._host
-        return [
-            lambda: self._stages[call.prequantized](
-                *(control, *self._head, call.x, call.scales, call.ids, call.ids_are_64),
-                *(call.weights, call.weights_are_bf16, tokens, self._x_scale, *self._stage_out),
-                *(stage_grid(cfg.hidden, tokens, cfg.top_k, sms), stream),
-            ),
-            lambda: self._sort(control, tokens, *self._sort_args, sort_grid(tokens, cfg.top_k, sms), stream),
-            lambda: self._exchange(control, *self._exchange_args, exchange_grid(tokens, cfg.top_k, sms), stream),
-            lambda: self._pull(control, *self._pull_args, stream),
-            lambda: self._fc1(*self._fc1_args, stream),
-            lambda: self._fc2(*self._fc2_args, stream),
-            lambda: self._token_back(control, *self._back_args, stream),
-            lambda: self._reduce(
-                *(control, *self._head, tokens, *self._reduce_args, call.y, host),
-                *(reduce_grid(cfg.hidden, tokens, sms), stream),
-            ),
-        ]
+        control, host = (self._scratch, self._scratch_host) if dry else (self._control, self._host)
+        stage = (
+            *(control, *self._head, call.x, call.scales, call.ids, call.ids_are_64),
+            *(call.weights, call.weights_are_bf16, tokens, self._x_scale, *self._stage_out),
+            *(stage_grid(cfg.hidden, tokens, cfg.top_k, sms), stream),
+        )
+        reduce = (control, *self._head, tokens, *self._reduce_args, call.y, host)
+        return (
+            (self._stages[call.prequantized], stage),
+            (self._sort, (control, tokens, *self._sort_args, sort_grid(tokens, cfg.top_k, sms), stream)),
+            (self._exchange, (control, *self._exchange_args, exchange_grid(tokens, cfg.top_k, sms), stream)),
+            (self._pull, (control, *self._pull_args, stream)),
+            (self._fc1, (*self._fc1_args, stream)),
+            (self._fc2, (*self._fc2_args, stream)),
+            (self._token_back, (control, *self._back_args, stream)),
+            (self._reduce, (*reduce, reduce_grid(cfg.hidden, tokens, sms), stream)),
+        )
+
+    def steps(self, call: Call, stream: int) -> list[Callable[[], None]]:
+        """The launches one by one, in the order of STAGES, for callers that time or delay them."""
+        return [partial(launch, *args) for launch, args in self._calls(call, stream)]
 
     def launch(self, call: Call, stream: int) -> None:
         """Enqueue a forward; never compiles, allocates or waits."""
-        for step in self.steps(call, stream):
-            step()
+        for launch, args in self._calls(call, stream):
+            launch(*args)
 
     def load(self, stream: int) -> None:
-        """Load every kernel on the device by a dry forward, so that no module load meets a waiting peer."""
+        """Load every kernel on the device by a dry forward, so that no module load meets a waiting peer.
+
+        A dry forward runs on the scratch control block, whose abort word is set: every kernel runs to its
+        end, touches no peer and waits for nobody.
+        """
         for prequantized in (False, True):
-            call = EMPTY._replace(prequantized=prequantized)
-            for step in self.steps(call, stream, dry=True):
-                step()
+            for launch, args in self._calls(EMPTY._replace(prequantized=prequantized), stream, dry=True):
+                launch(*args)
