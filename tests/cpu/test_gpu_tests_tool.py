@@ -1,0 +1,53 @@
+"""tools/gpu_tests.py: every GPU test is in exactly one of its groups, and outcomes are read right."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import gpu_tests
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def selects(group, test_id):
+    """Whether a group's pytest arguments select a test: its files, then its -k expression of words."""
+    files = [arg for arg in group.args if arg.endswith(".py")]
+    if test_id.split("::")[0] not in files:
+        return False
+    words = group.args[group.args.index("-k") + 1] if "-k" in group.args else ""
+    truth = re.sub(r"\b(?!(?:and|or|not)\b)\w+", lambda word: str(word.group() in test_id), words)
+    return bool(eval(truth)) if truth else True
+
+
+def test_every_gpu_test_is_in_one_group():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    tests = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(tests) > 200
+    for test in tests:
+        assert [selects(group, test) for group in (*gpu_tests.BESIDE, *gpu_tests.ALONE)].count(True) == 1, test
+
+
+@pytest.mark.parametrize(
+    "line,want",
+    [
+        ("38 passed in 102.68s (0:01:42)", "38 passed in 102.68s"),
+        ("====== 9 failed, 29 passed in 125.99s (0:02:05) ======", "9 failed, 29 passed in 125.99s"),
+        ("32 passed, 51 deselected in 105.60s", "32 passed, 51 deselected in 105.60s"),
+        ("1 failed, 2 passed\n", "no summary: timed out or crashed"),
+    ],
+)
+def test_outcome(line, want):
+    assert gpu_tests.outcome(f"....\n{line}\n") == want
+
+
+def test_shown_commands_quote_what_needs_it():
+    assert gpu_tests.Group("a", ("x.py", "-k", "a and b")).shown() == 'pytest x.py -k "a and b"'
+    assert gpu_tests.Group("r", ("tests/ranks",), ranks=2).command()[2:5] == [
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+    ]

@@ -1,0 +1,113 @@
+"""Run every GPU test, side by side where that is safe, and print a Markdown table for tools/results/.
+
+    python tools/gpu_tests.py [--logs DIR]
+
+Most of the time of the GPU tests is compiling on one core, so their files run as processes beside each
+other, spread over the GPUs of the machine. Tests with deadlines follow alone, then, with several GPUs, the
+rank tests under torchrun. Exit status 1 when anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 400
+
+
+@dataclass(frozen=True)
+class Group:
+    """One pytest process. name: of its log; args: after `pytest`; ranks: 0 without torchrun."""
+
+    name: str
+    args: tuple[str, ...]
+    ranks: int = 0
+
+    def command(self) -> list[str]:
+        """What is run."""
+        pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short", *self.args]
+        if not self.ranks:
+            return [sys.executable, *pytest]
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        return [sys.executable, *launch, *pytest]
+
+    def shown(self) -> str:
+        """The command as a reader would type it."""
+        args = " ".join(f'"{a}"' if " " in a else a for a in self.args)
+        return f"torchrun --nproc-per-node={self.ranks} -m pytest {args}" if self.ranks else f"pytest {args}"
+
+
+BESIDE = (
+    Group("gemm", ("tests/gpu/test_gemm.py",)),
+    Group("modes-e4m3", ("tests/gpu/test_layer.py", "-k", "every_mode and e4m3")),
+    Group("modes-e5m2", ("tests/gpu/test_layer.py", "-k", "every_mode and e5m2")),
+    Group("layer", ("tests/gpu/test_layer.py", "-k", "not every_mode and not any_problem")),
+    Group("problems", ("tests/gpu/test_layer.py", "-k", "any_problem")),
+    Group("data", ("tests/gpu/test_data_kernels.py",)),
+)
+ALONE = (Group("faults", tuple(f"tests/gpu/test_{n}.py" for n in ("virtual", "faults", "graph", "killed_rank"))),)
+
+
+def outcome(text: str) -> str:
+    """pytest's last summary line, or that there is none."""
+    found = re.findall(r"^=*\s*((?:\d+ \w+,? ?)+in [\d.]+s)", text, re.MULTILINE)
+    return found[-1] if found else "no summary: timed out or crashed"
+
+
+def run(groups: tuple[Group, ...], logs: Path, gpus: int) -> dict[Group, tuple[int, str]]:
+    """Run groups beside each other; (exit status, outcome) of each."""
+    running = {}
+    for number, group in enumerate(groups):
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        if not group.ranks and len(groups) > 1:
+            env["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+        log = (logs / f"{group.name}.log").open("w")
+        running[group] = subprocess.Popen(group.command(), cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
+    results, end = {}, time.monotonic() + LIMIT_S
+    for group, process in running.items():
+        try:
+            status = process.wait(max(end - time.monotonic(), 1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
+        results[group] = (status, outcome((logs / f"{group.name}.log").read_text(errors="replace")))
+        print(f"{group.name}: {results[group][1]}", file=sys.stderr, flush=True)
+    return results
+
+
+def main() -> int:
+    """Run everything, print the table."""
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--logs", type=Path, help="where the logs go; a temporary folder by default")
+    args = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        print("gpu_tests: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="megamoe-tests-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    rounds = [BESIDE, ALONE]
+    if gpus > 1:
+        rounds.append((Group("ranks", ("tests/ranks",), ranks=min(gpus, 8)),))
+    results: dict[Group, tuple[int, str]] = {}
+    for groups in rounds:
+        results.update(run(groups, logs, gpus))
+    print(f"{gpus} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}\n\n| command | outcome |\n|---|---|")
+    for group, (status, text) in results.items():
+        print(f"| `{group.shown()}` | {text}{'' if status == 0 else f', EXIT {status}'} |")
+    print(f"\nlogs: {len(results)} files")
+    return int(any(status for status, _ in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
