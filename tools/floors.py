@@ -1,4 +1,4 @@
-"""Bytes, FLOPs, floors, bars and tables of tools/bench.py: plain arithmetic, no torch, no GPU.
+"""Bytes, FLOPs, floors and bars of tools/bench.py: plain arithmetic, no torch, no GPU.
 
 The floor of a row is the largest of three times (DESIGN, Speed): HBM bytes at the measured HBM speed, FLOPs at
 the measured rate of a dense FP8 GEMM of the same total M, N, K, and link bytes at the speed that a kernel's own
@@ -112,6 +112,12 @@ def stage_costs(cfg: MoEConfig, t: Traffic) -> dict[str, Cost]:
     }
 
 
+def together(costs: Sequence[Cost]) -> Cost:
+    """What ranks that share one GPU do between them, on one memory and over no link."""
+    sums = {name: sum(getattr(cost, name) for cost in costs) for name in ("moved", "hbm", "flops", "weights")}
+    return Cost(**sums)
+
+
 def link_tokens(cfg: MoEConfig, quick: bool = False) -> list[int]:
     """T at which pull, and at which token-back, moves 64 MB a rank when every route is remote; then four times."""
     back, pull = 2 * cfg.hidden, wire.input_format(cfg).row_bytes
@@ -159,6 +165,26 @@ def floor_us(costs: Sequence[Cost], ceilings: Ceilings, dense: Sequence[float]) 
     return times[bound], bound
 
 
+def forward_floor(
+    cfg: MoEConfig, traffics: Sequence[Traffic], ceilings: Ceilings, rates: Mapping[str, float], shared: bool = False
+) -> dict[str, Any]:
+    """Keys floor_us and floor_by of a forward: of the rank with the most to do, or of all on one GPU (shared).
+
+    rates: dense FLOP/s of fc1 and fc2.
+    """
+    costs = [stage_costs(cfg, t) for t in traffics]
+    if shared:
+        costs = [{name: together([of_rank[name] for of_rank in costs]) for name in costs[0]}]
+    dense = [rates.get(name, 0.0) for name in costs[0]]
+    us, bound = max(floor_us(list(of_rank.values()), ceilings, dense) for of_rank in costs)
+    return {"floor_us": us, "floor_by": bound}
+
+
+def forward_flops(cfg: MoEConfig, traffics: Sequence[Traffic]) -> float:
+    """FLOPs of both products of a forward, a rank, on average."""
+    return 6 * sum(t.rows for t in traffics) * cfg.intermediate * cfg.hidden / len(traffics)
+
+
 def measured(cost: Cost, us: float, ceilings: Ceilings, dense: float = 0.0) -> dict[str, Any]:
     """A row's figures from its time; keys as in tools/bench.py. Figures that do not apply are left out."""
     floor, bound = floor_us([cost], ceilings, [dense])
@@ -176,7 +202,9 @@ def measured(cost: Cost, us: float, ceilings: Ceilings, dense: float = 0.0) -> d
 
 
 def bar(row: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """The bar that a row is held to and whether it passes, or None. Reads what, name, T and figures."""
+    """The bar that a row is held to and whether it passes, or None. Reads what, name, impl, T and figures."""
+    if row.get("impl", "megamoe") != "megamoe" or "skipped" in row:
+        return None
     what, name = row["what"], row["name"]
     if what == "stages" and name in ("stage", "reduce") and row["T"] >= 8192:
         return ">= 75 % of copy", row["copy_share"] >= 0.75
@@ -205,61 +233,6 @@ def pick_experts(wanted: int, bytes_per_expert: int, world_size: int, budget: in
     while experts // world_size * bytes_per_expert > budget and experts % 2 == 0 and experts // 2 >= world_size:
         experts //= 2
     return experts
-
-
-# ---------------------------------------------------------------- tables
-
-COLUMNS = {
-    "ceilings": ("name", "us", "bytes", "gbps", "tflops"),
-    "stages": (
-        *("scale", "T", "name", "us", "bytes", "gbps", "link_gbps", "tflops"),
-        *("floor_us", "floor_by", "over_floor", "copy_share", "bar", "ok"),
-    ),
-    "link": ("scale", "T", "name", "us", "link_bytes", "link_gbps", "floor_us", "over_floor", "bar", "ok"),
-    "gemm": (
-        *("scale", "rows_per_expert", "name", "tile_rows", "us", "tflops", "dense_tflops", "weights_tbps"),
-        *("floor_us", "floor_by", "over_floor", "bar", "ok"),
-    ),
-    "e2e": ("scale", "T", "name", "us", "us_min", "floor_us", "floor_by", "over_floor"),
-    "host": ("scale", "T", "name", "us", "us_min", "bar", "ok"),
-}
-"""Sections of a run, in order, and the columns of their tables."""
-
-
-def cell(value: object) -> str:
-    """Text of a table cell: about three digits, thousands separated, booleans as pass or FAIL."""
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "pass" if value else "FAIL"
-    if not isinstance(value, float):
-        return f"{value:,}" if isinstance(value, int) else str(value)
-    size = abs(value)
-    return f"{value:,.{0 if size >= 1000 else 1 if size >= 100 else 2 if size >= 0.1 or size == 0 else 4}f}"
-
-
-def markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """A Markdown table; columns that no row fills are left out, bytes are shown in MB (10^6)."""
-    used = [column for column in columns if any(row.get(column) is not None for row in rows)]
-    lines = []
-    for row in rows:
-        values = {**row, **{k: row[k] / 1e6 for k in ("bytes", "link_bytes") if row.get(k) is not None}}
-        lines.append([cell(values.get(column)) for column in used])
-    heads = [column.replace("bytes", "MB") for column in used]
-    widths = [max(len(text) for text in column) for column in zip(heads, *lines)]
-    table = [heads, ["-" * width for width in widths], *lines]
-    return "\n".join("| " + " | ".join(t.rjust(w) for t, w in zip(line, widths)) + " |" for line in table)
-
-
-def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """All sections' tables under their names, and how many bars pass."""
-    parts = []
-    for what, columns in COLUMNS.items():
-        found = [row for row in rows if row["what"] == what]
-        if found:
-            parts.append(f"### {what}\n\n{markdown(found, columns)}")
-    held = [row["ok"] for row in rows if "ok" in row]
-    return "\n\n".join([*parts, f"{sum(map(bool, held))} of {len(held)} bars pass."])
 
 
 def spread(traffics: Sequence[Traffic]) -> dict[str, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+import floors
 import torch
 
 from megamoe.config import MoEConfig
@@ -12,7 +14,9 @@ from megamoe.weights import ExpertWeights
 STATIC_SCALE = 0.02
 """x_scale and act_scale of tensor mode: 448 times it is about nine deviations of randn data."""
 
-ROUTINGS = ("balanced", "random", "all_remote")
+ROUTINGS = ("balanced", "random", "zipf", "hot_expert", "empty_rank")
+"""balanced: each rank uses its experts equally often. random: uniform. zipf: the n-th most wanted expert has weight
+1 / n. hot_expert: expert 0 has a row of every token. empty_rank: the last rank has no tokens, the others balanced."""
 
 
 def generator(seed: int, device: torch.device | str) -> torch.Generator:
@@ -58,23 +62,50 @@ def balanced_ids(tokens: int, top_k: int, experts: torch.Tensor, g: torch.Genera
     return experts[chosen].to(torch.int32).contiguous()
 
 
+def zipf_ids(tokens: int, top_k: int, num_experts: int, seed: int, g: torch.Generator) -> torch.Tensor:
+    """int32 [T, K] of distinct experts, drawn without replacement: the n-th most wanted with weight 1 / n.
+
+    Which expert is how wanted is a permutation of `seed`, the same on every rank.
+    """
+    order = torch.rand(num_experts, generator=generator(seed, g.device), device=g.device).argsort().argsort()
+    noise = torch.rand(tokens, num_experts, generator=g, device=g.device).clamp_(min=1e-20).log_().neg_().log_()
+    scores = noise.neg_() - (order + 1).float().log()  # Gumbel's trick: the largest K are such a draw
+    return scores.topk(top_k, dim=1).indices.to(torch.int32).contiguous()
+
+
+def hot_ids(tokens: int, top_k: int, experts: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """int32 [T, K]: the first of `experts` in every token, the others balanced."""
+    hot = experts[:1].to(torch.int32).expand(tokens, 1)
+    rest = [balanced_ids(tokens, top_k - 1, experts[1:], g)] if top_k > 1 else []
+    return torch.cat([hot, *rest], dim=1).contiguous()
+
+
 def make_ids(
     kind: str, cfg: MoEConfig, rank: int, world_size: int, tokens: int, seed: int, device: torch.device | str
 ) -> torch.Tensor:
-    """int32 [T, K]: "balanced" over all experts, "random" (uniform, distinct in a token), or "all_remote"
-    (balanced over the experts of other ranks; there must be at least K)."""
+    """int32 [T, K], distinct in a token: one of ROUTINGS, or "all_remote" (balanced over the experts of other
+    ranks; there must be at least K)."""
     g = generator(1009 * seed + rank, device)
     experts = torch.arange(cfg.num_experts, device=device)
     if kind == "random":
         scores = torch.rand(tokens, cfg.num_experts, generator=g, device=device)
         return scores.topk(cfg.top_k, dim=1).indices.to(torch.int32).contiguous()
+    if kind == "zipf":
+        return zipf_ids(tokens, cfg.top_k, cfg.num_experts, seed, g)
+    if kind == "hot_expert":
+        return hot_ids(tokens, cfg.top_k, experts, g)
     if kind == "all_remote":
         experts = experts[experts // cfg.experts_local(world_size) != rank]
         if len(experts) < cfg.top_k:
             raise ValueError(f"all_remote needs {cfg.top_k} experts on other ranks, there are {len(experts)}")
-    elif kind != "balanced":
-        raise ValueError(f"kind = {kind!r}: one of {', '.join(ROUTINGS)}")
+    elif kind not in ("balanced", "empty_rank"):
+        raise ValueError(f"kind = {kind!r}: one of {', '.join((*ROUTINGS, 'all_remote'))}")
     return balanced_ids(tokens, cfg.top_k, experts, g)
+
+
+def tokens_of(kind: str, rank: int, world_size: int, tokens: int) -> int:
+    """T of a rank: `tokens`, but none on the last rank with "empty_rank"."""
+    return 0 if kind == "empty_rank" and rank == world_size - 1 else tokens
 
 
 def make_inputs(
@@ -86,3 +117,42 @@ def make_inputs(
     x = torch.randn(tokens, cfg.hidden, generator=g, device=device, dtype=torch.bfloat16)
     weights = torch.rand(tokens, cfg.top_k, generator=g, device=device) + 0.1
     return x, ids, weights / weights.sum(1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of this process's ranks, an output for each, and the traffic of every rank of the world.
+
+    kind: routing. tokens: T of each rank that is not empty. Lists hold a tensor a local rank.
+    """
+
+    kind: str
+    tokens: int
+    xs: list[torch.Tensor]
+    ids: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    ys: list[torch.Tensor]
+    traffics: list[floors.Traffic]
+
+    @property
+    def first(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(x, ids, weights) of the first local rank."""
+        return self.xs[0], self.ids[0], self.weights[0]
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the rank that receives most; the same number on every rank."""
+        return max(t.rows for t in self.traffics)
+
+
+def make_problem(cfg: MoEConfig, kind: str, tokens: int, world: Any, seed: int) -> Problem:
+    """A fresh problem for a World. Collective."""
+    made, counts = [], []
+    for rank in world.local_ranks:
+        live = tokens_of(kind, rank, world.size, tokens)
+        made.append(make_inputs(kind, cfg, rank, world.size, live, seed, world.device(rank)))
+        counts.append(torch.bincount(made[-1][1].flatten().long(), minlength=cfg.num_experts).tolist())
+    sizes = [tokens_of(kind, rank, world.size, tokens) for rank in range(world.size)]
+    traffics = floors.traffic(sizes, world.gather(counts, "counts"))
+    xs, ids, weights = (list(tensors) for tensors in zip(*made))
+    return Problem(kind, tokens, xs, ids, weights, [torch.empty_like(x) for x in xs], traffics)

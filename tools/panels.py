@@ -205,9 +205,9 @@ def canvas(panels: Sequence[str], right: float = 0.25) -> tuple[Figure, list[Axe
 def finish(fig: Figure, title: str, rows: Sequence[Row], note: str) -> Figure:
     """Add title and setting, and the legend of the series in all panels unless there is one."""
     first, left = rows[0], 0.15 / WIDTH
-    shape = "H {hidden}, I {intermediate}, E {num_experts}, top-{top_k}".format_map(first)
-    name = preset(first)
-    ranks = f"{first.get('W', 1)} × {first.get('gpu', 'GPU')} (W = {first.get('W', 1)})"
+    name, shape = preset(first), "H {hidden}, I {intermediate}, E {num_experts}, top-{top_k}".format_map(first)
+    gpus = 1 if first.get("world") == "virtual" else first.get("W", 1)
+    ranks = f"{gpus} × {first.get('gpu', 'GPU')} (W = {first.get('W', 1)})"
     routing = next((f"{row['routing']} routing" for row in rows if row.get("routing")), None)
     unusual = [f"{k} {first[k]}" for k in USUAL if k != "routing" and first.get(k) not in (None, USUAL[k])]
     about = [ranks, f"{name}: {shape}" if name else shape, routing, *unusual]

@@ -12,8 +12,15 @@ Row = Mapping[str, Any]
 
 OURS = "megamoe"
 SCALES = ("block", "tensor")
-SETTING = ("gpu", "W", "hidden", "intermediate", "num_experts", "top_k", "fp8", "accum", "knobs", "execution")
-USUAL = {"fp8": "e4m3", "accum": "promoted", "knobs": "auto", "routing": "balanced", "execution": "staged"}
+SETTING = ("gpu", "W", "hidden", "intermediate", "num_experts", "top_k", "fp8", "accum", "knobs", "execution", "world")
+USUAL = {
+    "fp8": "e4m3",
+    "accum": "promoted",
+    "knobs": "auto",
+    "routing": "balanced",
+    "execution": "staged",
+    "world": "processes",
+}
 """Values that file names leave out."""
 
 
@@ -49,8 +56,9 @@ def setting(row: Row) -> tuple[tuple[str, Any], ...]:
 
 
 def preset(row: Row) -> str | None:
-    """The preset of the run: a key of the row, or read from its command line (bench.py's default: v3)."""
-    if row.get("preset"):
+    """The preset of the run, None for another shape: a key of the row, or, in rows that are older than the key,
+    read from its command line (bench.py's default: v3)."""
+    if "preset" in row:
         return row["preset"]
     command = row.get("command")
     given = re.search(r"--preset[= ](\S+)", command or "")

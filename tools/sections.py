@@ -1,25 +1,28 @@
-"""The sections of tools/bench.py: what is launched, and which rows come of it."""
+"""The sections of tools/bench.py but e2e and gemm: what is launched, and which rows come of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import floors
-import torch
-
-from megamoe import MegaMoE
+import layers
+import timing
+from forwards import run_e2e
+from gemms import run_gemm
 
 if TYPE_CHECKING:
     from bench import Bench
+    from inputs import Problem
+    from layers import Setup
 
-GEMM_ROWS, QUICK_GEMM_ROWS = (1, 64, 256, 512, 1024), (1, 64, 512)
-"""Rows an expert, in ascending order."""
-
-GEMM_EXPERTS = 32
 ALIGNED = ("pull", "token_back", "reduce")
 """Kernels before which ranks meet outside of the timed stretch."""
+
+REPEATS = 4
+"""How often pull and token_back run in a row in the second pass of `link`. Both may be repeated within a forward:
+they read what the first launch read and write the same again, flags included, and ranks meet before reduce."""
 
 
 def run_ceilings(b: Bench) -> None:
@@ -33,149 +36,94 @@ def run_ceilings(b: Bench) -> None:
         b.add(**row)
 
 
-def run_forwards(b: Bench, what: str, scale: str, kind: str, tokens: int, names: tuple[str, ...]) -> None:
+def run_forwards(b: Bench, s: Setup, what: str, kind: str, tokens: int, names: Collection[str]) -> None:
     """Rows of the kernels `names`, timed inside whole forwards of `tokens` tokens a rank."""
-    from megamoe.forward import STAGES, Call
-    from megamoe.inputs import check_inputs
-    from megamoe.kernels import build
-
-    moe, cfg = b.layer(scale), b.configs[scale]
-    b.say(f"{what} {scale} T={tokens}")
-    made, traffics = b.problem(scale, kind, tokens)
-    rates = b.rates(cfg, max(t.rows for t in traffics))
-    knobs = b.knobs(cfg, b.world.size, tokens)
-    y = torch.empty_like(made[0])
-    call = Call.of(check_inputs(cfg, b.device, *made), y)
-    launches = moe._forwards[knobs][0].steps(call, build.stream_handle(b.device))
-    aligned = [STAGES.index(name) for name in ALIGNED]
-    samples = b.clock.steps(launches, b.args.runs, aligned=aligned)
-    finish(moe, y)
-    medians = b.world.gather([[median(sample) for sample in samples]], f"{what} times")
-    for index, name in enumerate(STAGES):
-        if name in names:
-            rank = max(range(b.world.size), key=lambda r: medians[r][index])
-            cost = floors.stage_costs(cfg, traffics[rank])[name]
-            row = floors.measured(cost, medians[rank][index], b.ceilings, rates.get(name, 0.0))
-            if name in ("stage", "reduce"):
-                row["copy_share"] = 1e9 * row["gbps"] / b.ceilings.hbm_copy
-            point = dict(what=what, name=name, scale=scale, routing=kind, T=tokens, tile_rows=knobs.tile_rows)
-            b.add(**point, **row, runs=b.args.runs, rank=rank, traffic=floors.spread(traffics))
-
-
-def finish(moe: MegaMoE, y: torch.Tensor) -> None:
-    """Raise if a forward aborted or its result is not finite: then the times mean nothing."""
-    moe.synchronize()
-    if not bool(y.isfinite().all()):
-        raise RuntimeError("a forward's result is not finite")
-
-
-def run_stages(b: Bench) -> None:
-    """Every kernel at every T."""
     from megamoe.forward import STAGES
 
-    for scale in b.args.scales:
+    b.say(f"{what} {s.scale} {kind} T={tokens}")
+    used, made = s.layers(tokens), b.problem(s.cfg, kind, tokens)
+    rates = b.rates(s.cfg, made.most_rows)
+    sets = [layers.steps(b, moe, made) for moe in used]
+    everyone = b.gather(_times(b, sets), f"{what} times")
+    again = everyone
+    if what == "link":
+        repeated = [name in names for name in STAGES]
+        sets = [[layers.repeated(go, REPEATS) if r else go for go, r in zip(steps, repeated)] for steps in sets]
+        again = b.gather(_times(b, sets), f"{what} times, repeated")
+    layers.finish(used[0], made)
+    tile = b.knobs(s.cfg, b.world.size, tokens).tile_rows
+    for index, name in enumerate(STAGES):
+        if name not in names:
+            continue
+        rank = max(range(len(everyone)), key=lambda r: everyone[r][index]["us"])
+        costs = [floors.stage_costs(s.cfg, t)[name] for t in made.traffics]
+        cost, times = floors.together(costs) if b.virtual else costs[rank], everyone[rank][index]
+        row = floors.measured(cost, times["us"], b.ceilings, rates.get(name, 0.0)) | times
+        if name in ("stage", "reduce"):
+            row["copy_share"] = 1e9 * row["gbps"] / b.ceilings.hbm_copy
+        if what == "link":
+            row |= _each(cost, (again[rank][index]["us"] - times["us"]) / (REPEATS - 1))
+        point = dict(what=what, name=name, impl="megamoe", scale=s.scale, routing=kind, T=tokens, tile_rows=tile)
+        point |= dict(runs=b.args.runs, packs=len(used), traffic=floors.spread(made.traffics))
+        b.add(**point, **row, **({} if b.virtual else {"rank": rank}))
+
+
+def _times(b: Bench, sets: list[list[layers.Launch]]) -> list[dict[str, float]]:
+    """Each launch's summary, of rounds that take turns with the sets."""
+    from megamoe.forward import STAGES
+
+    aligned = [STAGES.index(name) for name in ALIGNED]
+    samples = b.clock.steps(layers.steps_in_turns(sets), b.args.runs, aligned=aligned)
+    return [timing.summary(sample) for sample in samples]
+
+
+def _each(cost: floors.Cost, us: float) -> dict[str, float]:
+    """Keys of a launch among others in a row, without the event pair and the launch itself."""
+    if us <= 0:  # less than the clock's noise
+        return {}
+    row = {"us_each": us, "gbps_each": cost.moved / us / 1e3}
+    return row | ({"link_gbps_each": cost.link / us / 1e3} if cost.link else {})
+
+
+def run_stages(b: Bench, s: Setup) -> None:
+    """Every kernel at every routing and T."""
+    from megamoe.forward import STAGES
+
+    for kind in b.args.routing:
         for tokens in b.args.tokens:
-            run_forwards(b, "stages", scale, b.args.routing, tokens, STAGES)
+            run_forwards(b, s, "stages", kind, tokens, STAGES)
 
 
-def run_link(b: Bench) -> None:
+def run_link(b: Bench, s: Setup) -> None:
     """pull and token_back with every route remote."""
-    for scale in b.args.scales:
-        for tokens in floors.link_tokens(b.configs[scale], b.args.quick):
-            if tokens <= b.configs[scale].max_tokens:
-                run_forwards(b, "link", scale, "all_remote", tokens, ("pull", "token_back"))
+    for tokens in floors.link_tokens(s.cfg, b.args.quick):
+        if tokens <= s.cfg.max_tokens:
+            run_forwards(b, s, "link", "all_remote", tokens, ("pull", "token_back"))
 
 
-def run_gemm(b: Bench) -> None:
-    """fc1 and fc2 alone on balanced rows of the first GEMM_EXPERTS experts; fc2 reads what fc1 wrote."""
-    from megamoe import kernels, reference, wire
-
-    sizes = QUICK_GEMM_ROWS if b.args.quick else GEMM_ROWS
-    for scale in b.args.scales:
-        pack, cfg = b.pack(scale), b.configs[scale]
-        experts = min(GEMM_EXPERTS, pack.experts_local)
-        most = experts * max(sizes)
-        tokens = torch.randn(most, cfg.hidden, device=b.device, dtype=torch.bfloat16)
-        x = kernels.pack_rows(*reference.stage(cfg, tokens, pack.x_scale), wire.input_format(cfg))
-        act = torch.zeros(most, wire.activation_format(cfg).pitch, dtype=torch.uint8, device=b.device)
-        y = torch.empty_like(tokens)
-        weights = torch.ones(most, device=b.device)
-        for each in sizes:
-            b.say(f"gemm {scale} {each} rows")
-            rows = experts * each
-            ends = torch.arange(pack.experts_local + 1, device=b.device) * each
-            start = ends.clamp(max=rows).to(torch.int32)
-            tile = b.knobs(cfg, 1, rows * cfg.num_experts // (experts * cfg.top_k))
-            args = {
-                "fc1": (kernels.fc1, x[:rows], start, pack, weights[:rows], tile, act[:rows]),
-                "fc2": (kernels.fc2, act[:rows], start, pack, weights[:rows], tile, y[:rows]),
-            }
-            costs, rates = floors.gemm_costs(cfg, rows, experts), b.rates(cfg, rows)
-            for name, (kernel, *inputs, out) in args.items():
-                samples = b.clock.op(bind(kernel, *inputs, out=out), b.args.runs)
-                samples = b.clock.slowest(samples, "gemm times")
-                row = floors.measured(costs[name], median(samples), b.ceilings, rates[name])
-                point = dict(what="gemm", name=name, scale=scale, rows_per_expert=each, tile_rows=tile.tile_rows)
-                b.add(**point, **row, us_min=min(samples), runs=b.args.runs, experts=experts)
-        if not bool(y.isfinite().all()):
-            raise RuntimeError("fc2's result is not finite")
-
-
-def bind(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
-    """The call without arguments."""
-    return lambda: function(*args, **kwargs)
-
-
-def run_e2e(b: Bench) -> None:
-    """Whole forwards at every T: eager behind a GPU sleep (so launches do not count), and replays of a graph."""
-    runs = max(b.args.runs, 30)
-    for scale in b.args.scales:
-        moe, cfg = b.layer(scale), b.configs[scale]
-        for tokens in b.args.tokens:
-            b.say(f"e2e {scale} T={tokens}")
-            made, traffics = b.problem(scale, b.args.routing, tokens)
-            rates = b.rates(cfg, max(t.rows for t in traffics))
-            y = torch.empty_like(made[0])
-            eager = bind(moe, *made, out=y)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                eager()
-            floor = 0.0, ""
-            for t in traffics:
-                costs = floors.stage_costs(cfg, t)
-                dense = [rates.get(name, 0.0) for name in costs]
-                floor = max(floor, floors.floor_us(list(costs.values()), b.ceilings, dense))
-            for name, launch in (("eager", eager), ("graph", graph.replay)):
-                samples = b.clock.slowest(b.clock.op(launch, runs), "e2e times")
-                us = median(samples)
-                point = dict(what="e2e", name=name, scale=scale, routing=b.args.routing, T=tokens)
-                point |= dict(tile_rows=b.knobs(cfg, b.world.size, tokens).tile_rows, runs=runs)
-                times = dict(us=us, us_min=min(samples), floor_us=floor[0], floor_by=floor[1], over_floor=us / floor[0])
-                b.add(**point, **times, traffic=floors.spread(traffics))
-            finish(moe, y)
-            del graph
-
-
-def run_host(b: Bench) -> None:
-    """Host time of a forward at the smallest T, y allocated by the call."""
-    for scale in b.args.scales:
-        moe, tokens = b.layer(scale), b.args.tokens[0]
-        b.say(f"host {scale}")
-        made, _ = b.problem(scale, b.args.routing, tokens)
-        call = bind(moe, *made)
-        b.clock.host(call, 20)
-        samples = b.clock.host(call, 200)
+def run_host(b: Bench, s: Setup) -> None:
+    """Host time of a forward at the smallest T, y allocated by the call: 5 batches of calls, the collector off."""
+    moe, tokens = s.layer(), b.args.tokens[0]
+    for kind in b.args.routing:
+        b.say(f"host {s.scale} {kind}")
+        made: Problem = b.problem(s.cfg, kind, tokens)
+        call = lambda: moe(made.xs, made.ids, made.weights) if b.virtual else moe(*made.first)  # noqa: B023, E731
+        size = 50 // len(b.world.local_ranks)
+        b.clock.host(call, batches=1, batch=20 // len(b.world.local_ranks))
+        batches = b.clock.host(call, batches=5, batch=size)
         moe.synchronize()
-        us = max(b.world.gather([median(samples)], "host medians"))
-        b.add(what="host", name="eager", scale=scale, T=tokens, us=us, us_min=min(samples), runs=len(samples))
+        middle = [median(batch) for batch in batches]
+        times = timing.summary([us for batch in batches for us in batch]) | dict(us=median(middle), us_min=min(middle))
+        times = max(b.gather(times, "host times"), key=lambda of_rank: of_rank["us"])
+        point = dict(what="host", name="eager", impl="megamoe", scale=s.scale, routing=kind, T=tokens)
+        b.add(**point, **times, runs=5 * size, batches=5, note="garbage collector off within a batch, no pinning")
 
 
-RUN: dict[str, Callable[[Bench], None]] = {
-    "ceilings": run_ceilings,
+RUN: dict[str, Callable[[Bench, Setup], None]] = {
     "stages": run_stages,
     "link": run_link,
     "gemm": run_gemm,
     "e2e": run_e2e,
     "host": run_host,
 }
-"""Sections by name; floors.COLUMNS has their order."""
+"""Sections of a scale mode by name; options.SECTIONS has their order."""

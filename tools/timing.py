@@ -31,25 +31,27 @@ Launch = Callable[[], Any]
 class Clock:
     """Times launches on the current stream of this process's GPU, in step with the other ranks' clocks.
 
-    world: a megamoe World of one rank a process. Every method that measures is collective.
+    world: a megamoe World. sleep_cycles: of the GPU before each sample. Every method that measures is collective.
     """
 
     def __init__(self, world: Any) -> None:
         self.world, self.device = world, world.device(world.local_ranks[0])
+        self.sleep_cycles = SLEEP_CYCLES
+        self._apart = len(world.local_ranks) < world.size  # ranks of a virtual world share this process
         self._flush = torch.ones(FLUSH_BYTES // 4, device=self.device)
         self._sink = torch.empty((), device=self.device)
         self._token = torch.zeros(1, device=self.device)
 
     def align(self) -> None:
         """Let this stream go on only when every rank's stream is here."""
-        if self.world.size > 1:
+        if self._apart:
             dist.all_reduce(self._token)
 
     def lead_in(self, flush: bool = True) -> None:
         """What is enqueued before a sample."""
         if flush:
             torch.sum(self._flush, dim=0, out=self._sink)
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(self.sleep_cycles)
         self.align()
 
     def steps(
@@ -83,23 +85,34 @@ class Clock:
         """Round by round the largest time over ranks."""
         return [max(round_) for round_ in zip(*self.world.gather([samples], what))]
 
-    def host(self, call: Launch, calls: int, batch: int = 50) -> list[float]:
-        """Host microseconds of each call. The GPU works on meanwhile; it is waited for between batches only,
-        so that the launch queue (1024 entries) never fills and blocks a call."""
-        samples: list[float] = []
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(-(-calls // batch)):
-                self.world.barrier("host time")
-                for _ in range(batch):
-                    start = time.perf_counter()
-                    call()
-                    samples.append(1e6 * (time.perf_counter() - start))
-                torch.cuda.synchronize(self.device)
-        finally:
-            gc.enable()
-        return samples[-calls:]
+    def host(self, call: Launch, batches: int = 5, batch: int = 50) -> list[list[float]]:
+        """Host microseconds of each call, [batch][call], with Python's garbage collector off during a batch and
+        no thread pinned. The GPU works on meanwhile; it is waited for between batches only, so that the launch
+        queue (1024 entries) never fills and blocks a call."""
+        samples: list[list[float]] = []
+        for _ in range(batches):
+            gc.collect()
+            self.world.barrier("host time")
+            gc.disable()
+            try:
+                samples.append([_host_us(call) for _ in range(batch)])
+            finally:
+                gc.enable()
+            torch.cuda.synchronize(self.device)
+        return samples
+
+
+def _host_us(call: Launch) -> float:
+    start = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """A row's us (median), us_min, p10 and p90."""
+    ordered = sorted(samples)
+    at = lambda share: ordered[round(share * (len(ordered) - 1))]  # noqa: E731
+    return {"us": median(ordered), "us_min": ordered[0], "p10": at(0.1), "p90": at(0.9)}
 
 
 class Dense:
@@ -170,7 +183,7 @@ def measure_link(clock: Clock, runs: int) -> list[Speed]:
     (element-wise, 16 bytes a thread and access). Nothing without peers. Collective; the world frees the memory
     when it closes."""
     world = clock.world
-    if world.size == 1:
+    if len(world.local_ranks) == world.size:
         return []
     import nvshmem.core
 

@@ -1,159 +1,183 @@
-"""tools/bench.py without a GPU: its arguments, and a dry run in which every launch and clock is a stand-in."""
+"""tools/bench.py without a GPU: dry runs of every section, in which launches and clocks are stand-ins."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import megamoe
-from megamoe import kernels
-from megamoe.comm import SingleWorld
-from megamoe.forward import STAGES
-from megamoe.kernels import build
-from megamoe.sched import heuristics
+from megamoe.comm import VirtualWorld
+from tests.cpu.bench_stand_ins import GB, FakeGemm, FakeLayer, FakePeer, go, install, use, world_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-bench, floors, sections, timing = (importlib.import_module(n) for n in ("bench", "floors", "sections", "timing"))
-
-SHAPE = dict(hidden=256, intermediate=128, num_experts=16, top_k=4)
-GB = 1 << 30
+bench, options, tables, timing = map(importlib.import_module, ("bench", "options", "tables", "timing"))
+LEFT_OUT = {1: {"link"}, 2: {"gemm"}}
 
 
-class FakeLayer:
-    """Stands in for MegaMoE: its launches do nothing, its results are zero."""
-
-    def __init__(self, cfg, pack, world, knobs=None):
-        self.cfg, self.device = cfg, pack.device
-        steps = SimpleNamespace(steps=lambda call, stream: [lambda: None] * len(STAGES))
-        self._forwards = {choice: [steps] for choice in heuristics.candidates(cfg)}
-
-    def __call__(self, x, ids, weights, out=None):
-        return torch.zeros_like(x) if out is None else out.zero_()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        pass
-
-    def warmup(self):
-        pass
-
-    def synchronize(self):
-        pass
-
-
-class TwoRanks(SingleWorld):
-    """A world of two whose other rank says what this one says, but routes the other way round."""
-
-    def gather(self, values, what="gather"):
-        other = values[0]
-        if what == "counts":
-            half = len(other) // 2
-            other = other[half:] + other[:half]
-        return [values[0], other]
-
-
-def world_of(size):
-    world = (SingleWorld if size == 1 else TwoRanks)("cpu")
-    world.size = size
-    return world
-
-
-def fake_steps(self, launches, runs, warmup=3, *, aligned=()):
-    for launch in launches:
-        launch()
-    return [[10.0 + i] * runs for i in range(len(launches))]
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors: waiting threads would only take a busy machine's cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
 def dry(monkeypatch):
-    monkeypatch.setitem(bench.PRESETS, "small", SHAPE)
-    monkeypatch.setattr(megamoe, "MegaMoE", FakeLayer)
-    monkeypatch.setattr(build, "stream_handle", lambda device: 0)
-    monkeypatch.setattr(kernels, "fc1", lambda x, start, pack, weights, knobs, out: out)
-    monkeypatch.setattr(kernels, "fc2", lambda x, start, pack, weights, knobs, out: out.zero_())
-    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)  # launches write nothing
-    monkeypatch.setattr(timing, "FLUSH_BYTES", 1024)
-    monkeypatch.setattr(timing, "HBM_BYTES", 1024)
-    monkeypatch.setattr(timing.Clock, "steps", fake_steps)
-    monkeypatch.setattr(timing.Dense, "rate", lambda self, m, n, k: 1e15)
-    speeds = [timing.Speed(f"peer {way}, kernel", 100.0, 10**9) for way in ("read", "write")]
-    monkeypatch.setattr(timing, "measure_link", lambda clock, runs: speeds if clock.world.size > 1 else [])
-    gpu = SimpleNamespace(name="stand-in")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * GB, 64 * GB))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, capture_error_mode: contextlib.nullcontext())
+    install(monkeypatch)
+
+
+def described(rows):
+    """Fail unless the docstring of bench.py explains every key and table column."""
+    keys = {key for row in rows for key in row} | {name for wanted in tables.COLUMNS.values() for name in wanted}
+    for key in keys - {"experts", "over_*"}:
+        own = key.startswith("over_") and key != "over_floor"
+        assert ("over_<peer>" if own else key) in bench.__doc__, f"{key} is not in the docstring of bench.py"
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_dry_run(dry, tmp_path, capsys, size):
-    out = tmp_path / "rows.jsonl"
-    args = bench.parse(["--preset", "small", "--tokens", "8,8192", "--out", str(out)], size)
-    with world_of(size) as world:
-        bench.run(args, world)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {row["what"] for row in rows} == set(floors.COLUMNS) - ({"link"} if size == 1 else {"gemm"})
+def test_dry_run(dry, monkeypatch, tmp_path, capsys, size):
+    use(monkeypatch, [FakePeer("torch"), FakePeer("flashinfer_pull", "not here")], [FakeGemm("scaled_mm")])
+    rows = go(["--preset", "small", "--tokens", "8,8192"], world_of(size), tmp_path, size)
+    assert {row["what"] for row in rows} == {*options.SECTIONS, "gpu"} - LEFT_OUT[size]
     assert sum(row["what"] == "stages" for row in rows) == 2 * 2 * 8
-    assert all(row["W"] == size and row["gpu"] == "stand-in" for row in rows)
-    columns = {column for wanted in floors.COLUMNS.values() for column in wanted}
-    described = bench.__doc__
-    for key in {key for row in rows for key in row} | columns - {"experts"}:
-        assert key in described, f"{key} is not in the docstring of bench.py"
+    shared = dict(W=size, gpu="stand-in", preset="small", event_pair_us=14.5, world="processes", execution="staged")
+    assert all({key: row[key] for key in shared} == shared for row in rows)
+    described(rows)
     printed = capsys.readouterr().out
-    assert printed.rstrip().endswith("bars pass.") and "### host" in printed
+    assert printed.rstrip().endswith("bars pass.") and "### host" in printed and "- torch: a stand-in" in printed
     barred = {(row["what"], row["name"]) for row in rows if "bar" in row}
     assert barred == {("stages", "stage"), ("stages", "reduce"), ("host", "eager")} | (
         {("gemm", "fc1"), ("gemm", "fc2")} if size == 1 else {("link", "pull"), ("link", "token_back")}
     )
-    forwards = [row for row in rows if row["what"] in ("stages", "link", "e2e")]
+    forwards = [row for row in rows if row["what"] in ("stages", "link", "e2e") and row["impl"] == "megamoe"]
     assert all(row["traffic"]["sent"] == row["T"] * 4 for row in forwards)
+    assert all(row["p10"] <= row["us"] <= row["p90"] and row["us_min"] <= row["p10"] for row in forwards)
+    gpu = [row for row in rows if row["what"] == "gpu"]
+    assert gpu[0]["name"] == "start" and len(gpu) == 1 + 2 * (len(options.SECTIONS) - 1 - len(LEFT_OUT[size]))
+    assert (gpu[0]["sm_mhz"], gpu[0]["watts"], "clock_reasons" in gpu[0]) == (1980, 412.5, False)
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["--what", "stages,nothing"], "--what nothing"),
-        (["--what", "link"], "several ranks"),
-        (["--knobs", "tile_rows=96"], "--knobs tile_rows=96"),
-    ],
-)
-def test_refused_arguments(words, why, capsys):
-    with pytest.raises(SystemExit):
-        bench.parse(words, 1)
-    assert why in capsys.readouterr().err
+def test_peers_take_turns_with_ours(dry, monkeypatch, tmp_path):
+    broken = FakePeer("b", parts="broken")
+    wrong, late = FakePeer("c", sign=-1), FakePeer("d", reason="at 8192")
+    late.graphable = False
+    use(monkeypatch, [FakePeer("a", parts=True), broken, wrong, late])
+    rows = go(["--preset", "small", "--what", "e2e", "--tokens", "8,8192"], world_of(1), tmp_path)
+    rows = [row for row in rows if row["what"] == "e2e" and row["scale"] == "block"]
+    of = {(row["impl"], row["T"], row["name"]): row for row in rows}
+    assert len(of) == len(rows) and [row["impl"] for row in rows[-4:]] == ["megamoe"] * 4
+    assert {key[1:] for key in of if key[0] == "a"} == {
+        (tokens, name) for tokens in (8, 8192) for name in ("eager", "graph", "compute")
+    }
+    assert of["b", 8, "compute"]["skipped"] == "RuntimeError: no half" and of["b", 8, "graph"]["us"]
+    assert "cosine -1.0" in of["c", 8, "eager"]["skipped"] and ("c", 8, "graph") not in of
+    assert of["d", 8192, "eager"]["skipped"] == "at 8192" and of["d", 8, "eager"]["us"]
+    assert of["a", 8, "eager"]["ours_us"] == of["a", 8, "eager"]["us"] and "ours_us" not in of["a", 8, "compute"]
+    eager, graph = of["megamoe", 8, "eager"], of["megamoe", 8192, "graph"]
+    assert {key for key in eager if key.startswith("over_")} == {"over_floor", "over_a", "over_b", "over_d"}
+    assert {key for key in graph if key.startswith("over_")} == {"over_floor", "over_a", "over_b"}
+    assert (eager["runs"], graph["runs"]) == (3 * 30, 2 * 15) and (eager["packs"], graph["packs"]) == (2, 1)
+    assert eager["tflops"] == pytest.approx(6 * 8 * 4 * 256 * 128 / eager["us"] / 1e6)
+    # One peer at a time, of whose weights the source is the same at every T of a scale mode.
+    log = [entry for entry in FakePeer.log if entry[0] == "a"]
+    assert [entry[1] for entry in log] == ["block", "block", "close", "tensor", "tensor", "close"]
+    assert log[0][3] == log[1][3]
+    first = FakePeer.log.index(("a", "close"))
+    assert all(entry[0] == "a" for entry in FakePeer.log[:first])
 
 
-def test_defaults():
-    args = bench.parse([], 1)
-    assert args.scales == ("block", "tensor") and args.knobs is None and "gemm" in args.what and "link" not in args.what
-    args = bench.parse(["--quick", "--knobs", "tile_rows=64"], 2)
-    assert args.scales == ("block",) and args.knobs.tile_rows == 64 and "link" in args.what
+def test_points_without_a_peer_are_measured_alone(dry, monkeypatch, tmp_path):
+    use(monkeypatch, [FakePeer("a", reason="not here")])
+    words = ["--hidden", "128", "--preset", "small", "--what", "e2e", "--tokens", "8", "--scale", "block"]
+    rows = go([*words, "--routing", "random,zipf,hot_expert"], world_of(1), tmp_path)
+    rows = [row for row in rows if row["what"] == "e2e"]
+    assert [(row["routing"], row["name"]) for row in rows if row["impl"] == "megamoe"] == [
+        (kind, name) for kind in ("random", "zipf", "hot_expert") for name in ("eager", "graph")
+    ]
+    assert [row["skipped"] for row in rows if row["impl"] == "a"] == ["not here"] * 3
+    assert all(row["preset"] is None and row["hidden"] == 128 for row in rows)
 
 
-def test_plan_keeps_what_fits():
-    args = bench.parse([], 1)
-    configs = bench.plan(args, 1, 139 * GB)
-    assert configs["block"].num_experts == 256 and configs["tensor"].max_tokens == 32768
-    args = bench.parse([], 1)
-    configs = bench.plan(args, 1, 32 * GB)
-    assert configs["block"].num_experts < 256 and configs["block"].max_tokens == args.tokens[-1] < 32768
-    args = bench.parse(["--tokens", "8"], 2)
-    configs = bench.plan(args, 2, 139 * GB)
-    assert configs["tensor"].max_tokens == max(floors.link_tokens(configs["tensor"]))
+def test_a_run_that_breaks_off_keeps_our_rows(dry, monkeypatch, tmp_path):
+    peer = FakePeer("a")
+    monkeypatch.setattr(peer, "why_not", lambda point: None if point.tokens == 8 else 1 / 0)
+    use(monkeypatch, [peer])
+    with pytest.raises(ZeroDivisionError):
+        go(["--preset", "small", "--what", "e2e", "--tokens", "8,16"], world_of(1), tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["impl"] for row in rows if row["what"] == "e2e"] == ["a", "a", "megamoe", "megamoe"]
+    assert FakePeer.log[-1] == ("a", "close")
 
 
-def test_command_line_hides_the_output_path(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--quick", "--out", "/somewhere/rows.jsonl", "--tokens", "8"])
-    assert bench.command_line(1) == "python tools/bench.py --quick --tokens 8"
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--out=/somewhere/rows.jsonl"])
-    assert bench.command_line(2) == "torchrun --standalone --nproc-per-node=2 tools/bench.py"
+def test_gemm_rows(dry, monkeypatch, tmp_path):
+    every = [FakeGemm("scaled_mm"), FakeGemm("deep_gemm", sign=-1), FakeGemm("scaled_grouped_mm", "no")]
+    use(monkeypatch, gemm=every)
+    rows = go(["--preset", "small", "--what", "fc2"], world_of(1), tmp_path)
+    rows = [row for row in rows if row["what"] == "gemm"]
+    assert {row["name"] for row in rows} == {"fc2"} and len(rows) == 2 * 2 * 4
+    ours = next(row for row in rows if row["impl"] == "megamoe" and row["rows_per_expert"] == 512)
+    assert "over_scaled_mm" in ours and "over_deep_gemm" not in ours and ours["experts"] == 16
+    reasons = {row["impl"]: row["skipped"] for row in rows if "skipped" in row}
+    assert reasons["scaled_grouped_mm"] == "no" and "differs" in reasons["deep_gemm"]
+    dense = next(row for row in rows if row["impl"] == "scaled_mm")
+    assert dense["ours_us"] and dense["tflops"] and dense["over_floor"] and "bar" not in dense
+
+
+def test_link_times_a_launch_among_others(dry, monkeypatch, tmp_path):
+    calls = []
+
+    def steps(self, launches, runs, warmup=3, *, aligned=()):
+        before = sum(FakeLayer.calls.values())
+        times = []
+        for launch in launches:
+            launch()
+            calls.append(sum(FakeLayer.calls.values()) - before)
+            before += calls[-1]
+            times.append([7.0 + 100.0 * calls[-1]] * runs)
+        return times
+
+    monkeypatch.setattr(timing.Clock, "steps", steps)
+    rows = go(["--preset", "small", "--what", "link", "--quick"], world_of(2), tmp_path, 2)
+    rows = [row for row in rows if row["what"] == "link"]
+    assert {row["name"] for row in rows} == {"pull", "token_back"} and 4 in calls
+    for row in rows:
+        assert (row["us"], row["us_each"]) == (107.0, 100.0) and row["routing"] == "all_remote"
+        assert row["gbps_each"] == pytest.approx(row["bytes"] / 100 / 1e3)
+        assert row["link_gbps_each"] > row["link_gbps"]
+
+
+def test_virtual_world(dry, monkeypatch, tmp_path):
+    use(monkeypatch, [FakePeer("torch")])
+    world = VirtualWorld(2, devices=["cpu"])
+    words = ["--virtual", "2", "--preset", "small", "--tokens", "8,128", "--routing", "balanced,empty_rank"]
+    rows = go([*words, "--scale", "block"], world, tmp_path)
+    assert world.forks and {row["what"] for row in rows} == {"gpu", "ceilings", "stages", "e2e", "host"}
+    assert all(row["world"] == "virtual" and row["W"] == 2 and "bar" not in row for row in rows)
+    described(rows)
+    skipped = [row["skipped"] for row in rows if row.get("impl") == "torch"]
+    assert len(skipped) == 4 and "share a process" in skipped[0]
+    (pulls,) = [r for r in rows if (r["what"], r.get("name"), r.get("routing")) == ("stages", "pull", "balanced")][:1]
+    record = 272  # 256 codes and 2 scales, a multiple of 16
+    assert pulls["bytes"] == 2 * 8 * 4 * record and "link_bytes" not in pulls and "rank" not in pulls
+    empty = [row for row in rows if row.get("routing") == "empty_rank" and row["name"] == "pull"]
+    assert [row["bytes"] for row in empty] == [8 * 4 * record, 128 * 4 * record]
+
+
+def test_empty_rank_over_processes(dry, monkeypatch, tmp_path):
+    use(monkeypatch)
+    words = ["--preset", "small", "--what", "e2e,host", "--tokens", "8", "--routing", "empty_rank", "--peers", "none"]
+    rows = go(words, world_of(2), tmp_path, 2)
+    assert {row["routing"] for row in rows if row["what"] in ("e2e", "host")} == {"empty_rank"}
+
+
+def test_small_batches_rotate_layers(dry, monkeypatch, tmp_path):
+    use(monkeypatch)
+    go(["--preset", "small", "--what", "stages", "--tokens", "8", "--scale", "block"], world_of(1), tmp_path)
+    assert FakeLayer.calls == {0: 8, 1: 8}
+    FakeLayer.calls.clear()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GB, GB))
+    rows = go(["--preset", "small", "--what", "e2e", "--tokens", "8", "--scale", "block"], world_of(1), tmp_path)
+    assert list(FakeLayer.calls) == [0] and rows[-2]["packs"] == 1

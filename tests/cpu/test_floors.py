@@ -1,4 +1,4 @@
-"""tools/floors.py by hand-made numbers, and the random problems of tools/inputs.py."""
+"""tools/floors.py and tables.py by hand-made numbers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import given
 
 from megamoe import MoEConfig, memory_estimate
-from megamoe.weights import ExpertWeights
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-floors = importlib.import_module("floors")
-inputs = importlib.import_module("inputs")
+floors, inputs, tables = (importlib.import_module(name) for name in ("floors", "inputs", "tables"))
 
 V3 = MoEConfig(hidden=7168, intermediate=2048, num_experts=256, top_k=8, max_tokens=8192)
 STAGES = ["stage", "sort", "exchange", "pull", "fc1", "fc2", "token_back", "reduce"]
@@ -81,6 +78,28 @@ def test_floor_is_the_largest_of_three():
     assert floors.floor_us([floors.Cost(8, 4_000_000)], alone, [0]) == (pytest.approx(1.0), "hbm")
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_floor_of_a_forward(shared):
+    routes = [[4] * 16 + [0] * 16, [4] * 32]  # rank 0 receives twice what rank 1 does
+    cfg = MoEConfig(hidden=1024, intermediate=512, num_experts=32, top_k=8, max_tokens=64)
+    traffics = floors.traffic([8, 16], routes)
+    rates = dict(fc1=1e15, fc2=1e15)
+    found = floors.forward_floor(cfg, traffics, CEILINGS, rates, shared)
+    each = [floors.stage_costs(cfg, t) for t in traffics]
+    hbm = [sum(cost.hbm for cost in of_rank.values()) / 4.2e6 for of_rank in each]
+    assert found == {"floor_us": pytest.approx(sum(hbm) if shared else hbm[0]), "floor_by": "hbm"} and hbm[0] > hbm[1]
+    assert floors.forward_flops(cfg, traffics) == 6 * 512 * 1024 * (8 + 16) * 8 / 2
+    slow = floors.forward_floor(cfg, traffics, CEILINGS, dict(fc1=1e9, fc2=2e9), shared)
+    rows = 24 * 8 if shared else 2 * 4 * 16
+    flops = 2 * rows * 512 * 1024
+    assert slow == {"floor_us": pytest.approx(1e6 * (2 * flops / 1e9 + flops / 2e9)), "floor_by": "flops"}
+
+
+def test_ranks_on_one_gpu_have_no_link():
+    one, two = floors.Cost(1, 2, 3, True, 4, 5), floors.Cost(10, 20, 30, False, 40, 50)
+    assert floors.together([one, two]) == floors.Cost(11, 22, flops=44, weights=55)
+
+
 def test_measured_figures():
     cost = floors.Cost(moved=84_000_000, hbm=84_000_000, flops=10**11, weights=42_000_000)
     row = floors.measured(cost, 100.0, CEILINGS, 1e15)
@@ -106,6 +125,8 @@ def test_measured_figures():
         (dict(what="gemm", name="fc2", rows_per_expert=1024, tflops=699), None),
         (dict(what="host", name="eager", us=80.5), False),
         (dict(what="e2e", name="eager", us=80.5), None),
+        (dict(what="gemm", name="fc1", impl="deep_gemm", rows_per_expert=512, tflops=1000), None),
+        (dict(what="gemm", name="fc1", rows_per_expert=512, skipped="no room"), None),
     ],
 )
 def test_bars(row, ok):
@@ -129,57 +150,22 @@ def test_picked_experts_fit_or_are_least(wanted, world_size, budget):
 
 
 def test_cells_and_table():
-    cells = [floors.cell(v) for v in (None, True, False, 12345, 12345.6, 123.45, 1.234, 0.5, 0.01234, 0.0, "a")]
+    cells = [tables.cell(v) for v in (None, True, False, 12345, 12345.6, 123.45, 1.234, 0.5, 0.01234, 0.0, "a")]
     assert cells == ["", "pass", "FAIL", "12,345", "12,346", "123.5", "1.23", "0.50", "0.0123", "0.00", "a"]
     rows = [dict(name="pull", us=1.5, bytes=2_500_000), dict(name="fc1", us=20.25, ok=True)]
-    lines = floors.markdown(rows, ("name", "us", "bytes", "tflops", "ok")).splitlines()
+    lines = tables.markdown(rows, ("name", "us", "bytes", "tflops", "ok")).splitlines()
     assert lines == [
         "| name |    us |   MB |   ok |",
         "| ---- | ----- | ---- | ---- |",
         "| pull |  1.50 | 2.50 |      |",
         "|  fc1 | 20.25 |      | pass |",
     ]
-    text = floors.report([dict(what="host", name="eager", us=81.0, ok=False), dict(what="e2e", name="eager", us=9.0)])
+    rows = [dict(impl="a", over_floor=2.0, over_b=0.5, over_c=3.0), dict(impl="b|x", over_floor=1.0, skipped=None)]
+    lines = tables.markdown(rows, ("impl", "over_floor", "over_*", "skipped")).splitlines()
+    assert (
+        lines[0] == "| impl | over_floor | over_b | over_c |" and lines[3] == "|  b/x |       1.00 |        |        |"
+    )
+    noted = [dict(what="e2e", impl="torch", note="as is", name=name, us=1.0) for name in "ab"]
+    assert "\n\n- torch: as is\n\n" in tables.report(noted)
+    text = tables.report([dict(what="host", name="eager", us=81.0, ok=False), dict(what="e2e", name="eager", us=9.0)])
     assert text.index("### e2e") < text.index("### host") and text.endswith("0 of 1 bars pass.")
-
-
-@pytest.mark.parametrize(("experts", "top_k"), [(16, 4), (12, 5), (6, 6)])
-@pytest.mark.parametrize("tokens", [0, 1, 7, 64])
-def test_balanced_routes(experts, top_k, tokens):
-    cfg = MoEConfig(hidden=128, intermediate=128, num_experts=experts, top_k=top_k, max_tokens=64)
-    ids = inputs.make_ids("balanced", cfg, 0, 1, tokens, 3, "cpu")
-    assert ids.shape == (tokens, top_k) and ids.dtype is torch.int32
-    assert all(len(set(row)) == top_k for row in ids.tolist())
-    counts = torch.bincount(ids.flatten().long(), minlength=experts)
-    assert counts.max() - counts.min() <= 1
-    if (experts, tokens) == (16, 64):
-        assert len({tuple(sorted(row)) for row in ids.tolist()}) > experts // top_k  # more than one permutation
-
-
-@pytest.mark.parametrize("kind", ["random", "all_remote"])
-def test_other_routes(kind):
-    cfg = MoEConfig(hidden=128, intermediate=128, num_experts=16, top_k=4, max_tokens=64)
-    x, ids, weights = inputs.make_inputs(kind, cfg, 1, 2, 64, 5, "cpu")
-    assert x.shape == (64, 128) and x.dtype is torch.bfloat16 and torch.allclose(weights.sum(1), torch.ones(64))
-    assert all(len(set(row)) == 4 for row in ids.tolist()) and int(ids.min()) >= 0 and int(ids.max()) < 16
-    if kind == "all_remote":
-        assert int(ids.max()) < 8
-        with pytest.raises(ValueError, match="all_remote"):
-            inputs.make_ids(kind, cfg, 0, 1, 64, 5, "cpu")
-
-
-@pytest.mark.parametrize("scale", ["block", "tensor"])
-def test_random_experts_are_what_from_bf16_makes(scale):
-    cfg = MoEConfig(hidden=256, intermediate=128, num_experts=4, top_k=2, max_tokens=8, scale=scale)
-    pack = inputs.random_experts(cfg, 2, 11, "cpu")
-    g = inputs.generator(11, "cpu")
-    pairs = [
-        [torch.randn(1, n, k, generator=g, dtype=torch.bfloat16).mul_(k**-0.5) for n, k in ((256, 256), (256, 128))]
-        for _ in range(2)
-    ]
-    w13, w2 = (torch.cat(parts) for parts in zip(*pairs))
-    statics = dict(x_scale=0.02, act_scale=0.02) if scale == "tensor" else {}
-    whole = ExpertWeights.from_bf16(cfg, w13, w2, **statics)
-    assert pack.cfg is cfg and pack.x_scale == whole.x_scale and pack.experts_local == 2
-    for name in ("w13", "w13_scale", "w2", "w2_scale"):
-        assert torch.equal(getattr(pack, name).view(torch.uint8), getattr(whole, name).view(torch.uint8)), name

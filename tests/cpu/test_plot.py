@@ -180,12 +180,19 @@ def test_other_ways_to_name_a_section_and_a_preset(rows):
     ]
     assert records.preset(row) == "v3" and records.preset({**row, "preset": "kimi-k2"}) == "kimi-k2"
     assert records.preset({**row, "command": "python tools/bench.py --preset=small --quick"}) == "small"
+    own = {**row, "preset": None}
+    assert records.preset(own) is None and records.slug(own) == "h7168-i2048-k8-e256-h200x1"
+    virtual = {**row, "W": 4, "world": "virtual"}
+    assert records.slug(virtual) == "v3-e256-h200x4-virtual" and records.setting(virtual) != records.setting(row)
+    assert records.setting({**row, "world": "processes"}) == records.setting(row)
+    with plot.panels.style():
+        assert "1 × NVIDIA H200 (W = 4)" in words(plot.latency([virtual]))
     bare = {key: value for key, value in row.items() if key != "command"}
     assert records.preset(bare) is None and records.slug(bare) == "h7168-i2048-k8-e256-h200x1"
 
 
 def test_default_preset_is_that_of_bench():
-    text = (HERE.parent / "tools" / "bench.py").read_text()
+    text = (HERE.parent / "tools" / "options.py").read_text()
     assert re.search(r'"--preset".*default="v3"', text), "records.preset takes v3 for granted"
 
 

@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe import numerics
 from megamoe.weights import ExpertWeights, deinterleave_w13, unpermute_w2
 
 from . import GemmPoint, Peer, torch_ep, why_no_hopper
 
 ROWS = 16
 """torch._scaled_mm wants its sizes in multiples of this."""
+
+CHECKED = 32
+"""Rows of a result that are compared."""
 
 
 def weight_of(point: GemmPoint, pack: ExpertWeights) -> Tensor:
@@ -72,6 +76,30 @@ class _Gemm(Peer):
     def close(self) -> None:
         self._launch = None
 
+    def check(
+        self, point: GemmPoint, pack: ExpertWeights, codes: Tensor, scales: Tensor | None, rows: int = CHECKED
+    ) -> tuple[Tensor, Tensor]:
+        """(the first rows of a run's result, what plain fp32 torch makes of the numbers that it reads), both
+        [at most `rows`, N]."""
+        count, each = min(rows, point.rows), point.rows_per_expert
+        owners = -(-count // each)
+        result = self.run()
+        result = result if result.ndim == 2 else result[:owners].flatten(0, 1)
+        expected = []
+        for expert in range(owners):
+            part = slice(expert * each, min(count, (expert + 1) * each))
+            a = self._rows(codes[part], None if scales is None else scales[part])
+            expected.append(a @ self._weight(point, pack, expert).T)
+        return result[:count], torch.cat(expected)
+
+    def _rows(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        """Values fp32 [R, K] of rows as this peer reads them."""
+        return codes.float()
+
+    def _weight(self, point: GemmPoint, pack: ExpertWeights, expert: int) -> Tensor:
+        """Values fp32 [N, K] of an expert's weight as this peer reads it."""
+        return weight_of(point, pack)[expert].float()
+
 
 class ScaledMM(_Gemm):
     """One dense product of the same total M, N and K: no expert ever changes, so it is a ceiling, not a peer."""
@@ -92,6 +120,9 @@ class ScaledMM(_Gemm):
             return out[:count]
 
         return multiply
+
+    def _weight(self, point: GemmPoint, pack: ExpertWeights, expert: int) -> Tensor:
+        return super()._weight(point, pack, 0)
 
 
 class ScaledGroupedMM(_Gemm):
@@ -134,6 +165,14 @@ class DeepGEMM(_Gemm):
         except (ImportError, OSError, AttributeError) as error:
             return f"deep_gemm cannot be used: {error}"
         return None
+
+    def _rows(self, codes: Tensor, scales: Tensor | None) -> Tensor:
+        return numerics.dequantize_groups(codes, scales)
+
+    def _weight(self, point: GemmPoint, pack: ExpertWeights, expert: int) -> Tensor:
+        one, restore = slice(expert, expert + 1), deinterleave_w13 if point.name == "fc1" else unpermute_w2
+        scales = pack.w13_scale.flatten(1, 2) if point.name == "fc1" else pack.w2_scale
+        return numerics.dequantize_weight_blocks(restore(weight_of(point, pack)[one]), scales[one])[0]
 
     @staticmethod
     def _function(*names: str) -> Callable[..., Any]:

@@ -1,0 +1,165 @@
+"""The command line of tools/bench.py, and how large a layer the GPU's memory allows."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import floors
+import inputs
+import peers
+
+import megamoe
+from megamoe import Knobs, MoEConfig
+
+PRESETS = {
+    "v3": dict(hidden=7168, intermediate=2048, num_experts=256, top_k=8),
+    "v4-pro": dict(hidden=7168, intermediate=3072, num_experts=384, top_k=6),
+    "v4-flash": dict(hidden=4096, intermediate=2048, num_experts=256, top_k=6),
+    "qwen3-235b": dict(hidden=4096, intermediate=1536, num_experts=128, top_k=8),
+    "kimi-k2": dict(hidden=7168, intermediate=2048, num_experts=384, top_k=8),
+    "small": dict(hidden=2048, intermediate=768, num_experts=64, top_k=8),
+}
+SECTIONS = ("ceilings", "stages", "link", "gemm", "e2e", "host")
+"""Sections in the order in which they run."""
+
+GEMMS = ("fc1", "fc2")
+TOKENS, QUICK_TOKENS = (8, 64, 512, 2048, 8192, 32768), (8, 512, 8192)
+SPARE_BYTES = 14 << 30  # tokens, results, dense operands and the ceilings' buffers
+ALL_PEERS = peers.LAYER_PEERS | peers.GEMM_PEERS
+TORCH_PEERS = ("torch", "scaled_mm", "scaled_grouped_mm")
+LIBRARIES = {"flashinfer_pull": "flashinfer", "flashinfer_push": "flashinfer", "deep_gemm": "deep_gemm"}
+"""What must be importable for a peer to be measured by default."""
+
+
+def parser(description: str | None = None) -> argparse.ArgumentParser:
+    """The command line; None where --quick or the number of ranks decides."""
+    top = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = lambda text: text.split(",")  # noqa: E731
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    top.add_argument("--what", type=words, help=f"sections, a comma list of {', '.join((*SECTIONS, *GEMMS))}")
+    top.add_argument("--preset", choices=tuple(PRESETS), default="v3", help="layer shape (default: v3)")
+    for name, what in ("hidden", "H"), ("intermediate", "I"), ("top-k", "K"):
+        top.add_argument(f"--{name}", type=int, help=f"{what} instead of the preset's")
+    top.add_argument(
+        "--experts", type=int, help="experts over all ranks (default: the preset's, halved until they fit)"
+    )
+    top.add_argument(
+        "--tokens", type=numbers, help="T of each rank, a comma list (default: those of 8..32768 that fit)"
+    )
+    top.add_argument("--scale", choices=("block", "tensor", "both"), help="scale modes (default: both; block if quick)")
+    top.add_argument("--accum", choices=("promoted", "single"), default="promoted", help="in tensor mode")
+    top.add_argument(
+        "--routing",
+        type=words,
+        default=["balanced"],
+        help=f"of stages, e2e and host, a comma list of {', '.join(inputs.ROUTINGS)} (default: balanced)",
+    )
+    top.add_argument(
+        "--peers",
+        default="importable",
+        help=f"a comma list of {', '.join(ALL_PEERS)} (torch brings its GEMMs), all or none "
+        "(default: torch and those whose library is installed)",
+    )
+    top.add_argument("--virtual", type=int, metavar="N", help="N ranks (2 to 8) on one GPU; without peers")
+    top.add_argument("--knobs", default="auto", help="tile_rows=64, tile_rows=128 or auto (default)")
+    top.add_argument("--quick", action="store_true", help="fewer points and samples")
+    top.add_argument("--seed", type=int, default=0)
+    top.add_argument("--timeout-s", type=float, default=60.0, help="limit of every wait for a peer (default: 60)")
+    top.add_argument("--out", type=Path, help="file to which rows are appended, as JSON lines")
+    return top
+
+
+def parse(argv: list[str] | None, processes: int, description: str | None = None) -> argparse.Namespace:
+    """Checked arguments with every default filled in. Adds world_size, shape (None preset if it is not one's),
+    scales, gemms, layer_peers, gemm_peers, given_tokens and runs (samples of a point)."""
+    top = parser(description)
+    args = top.parse_args(argv)
+    if args.virtual is not None and not 2 <= args.virtual <= 8:
+        top.error(f"--virtual {args.virtual}: 2 to 8")
+    if args.virtual and processes > 1:
+        top.error("--virtual: without torchrun")
+    args.world_size = args.virtual or processes
+    _sections(top, args, processes)
+    _peers(top, args)
+    for kind in args.routing:
+        if kind not in inputs.ROUTINGS:
+            top.error(f"--routing {kind}: one of {', '.join(inputs.ROUTINGS)}")
+        if kind == "empty_rank" and args.world_size == 1:
+            top.error("--routing empty_rank: needs several ranks")
+    given = dict(hidden=args.hidden, intermediate=args.intermediate, num_experts=args.experts, top_k=args.top_k)
+    given = {name: value for name, value in given.items() if value is not None}
+    args.shape = PRESETS[args.preset] | given
+    if any(args.shape[name] != PRESETS[args.preset][name] for name in ("hidden", "intermediate", "top_k")):
+        args.preset = None
+    scale = args.scale or ("block" if args.quick else "both")
+    args.scales = ("block", "tensor") if scale == "both" else (scale,)
+    rows = args.knobs.removeprefix("tile_rows=")
+    if rows not in ("auto", "64", "128"):
+        top.error(f"--knobs {args.knobs}: auto, tile_rows=64 or tile_rows=128")
+    args.knobs = None if rows == "auto" else Knobs(tile_rows=int(rows))
+    args.given_tokens = args.tokens is not None
+    args.tokens = sorted(args.tokens or (QUICK_TOKENS if args.quick else TOKENS))
+    args.runs = 10 if args.quick else 20
+    return args
+
+
+def _sections(top: argparse.ArgumentParser, args: argparse.Namespace, processes: int) -> None:
+    """Fill in `what` and `gemms`: fc1 and fc2 are sections gemm of one kernel."""
+    skipped = {"link"} if processes == 1 else {"gemm"}
+    named = args.what or [what for what in SECTIONS if what not in skipped | ({"gemm"} if args.virtual else set())]
+    for what in named:
+        if what not in (*SECTIONS, *GEMMS):
+            top.error(f"--what {what}: one of {', '.join((*SECTIONS, *GEMMS))}")
+        if what == "link" and processes == 1:
+            top.error("--what link: needs several ranks on GPUs of their own, see torchrun above")
+        if what in ("gemm", *GEMMS) and args.virtual:
+            top.error(f"--what {what}: without --virtual")
+    args.gemms = tuple(name for name in GEMMS if name in named or "gemm" in named)
+    args.what = [what for what in SECTIONS if what in named or (what == "gemm" and args.gemms)]
+
+
+def _peers(top: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fill in layer_peers and gemm_peers."""
+    if args.peers == "importable":
+        chosen = [n for n in ALL_PEERS if n in TORCH_PEERS or importlib.util.find_spec(LIBRARIES[n]) is not None]
+    elif args.peers in ("all", "none"):
+        chosen = list(ALL_PEERS) if args.peers == "all" else []
+    else:
+        chosen = args.peers.split(",")
+        chosen += TORCH_PEERS if "torch" in chosen else ()
+    for name in chosen:
+        if name not in ALL_PEERS:
+            top.error(f"--peers {name}: one of {', '.join(ALL_PEERS)}, all, none")
+    args.layer_peers = tuple(name for name in peers.LAYER_PEERS if name in chosen)
+    args.gemm_peers = tuple(name for name in peers.GEMM_PEERS if name in chosen)
+
+
+def make_config(args: argparse.Namespace, scale: str, experts: int, max_tokens: int) -> MoEConfig:
+    """The layer of a scale mode."""
+    shape = args.shape | dict(num_experts=experts)
+    accum = args.accum if scale == "tensor" else "promoted"
+    return MoEConfig(**shape, max_tokens=max_tokens, scale=scale, accum=accum)
+
+
+def plan(args: argparse.Namespace, world_size: int, free: int) -> dict[str, MoEConfig]:
+    """A config a scale mode, as large as `free` bytes for each rank allow; drops default T that do not fit.
+
+    One scale mode's weights are held at a time, and beside them a peer's: they take up to a fifth each.
+    """
+    probe = make_config(args, "block", args.shape["num_experts"], 1)
+    each = floors.weight_bytes(probe, 2 * probe.intermediate, probe.hidden) * 3 // 2  # w13 is two thirds
+    experts = args.experts or floors.pick_experts(probe.num_experts, each, world_size, int(0.2 * free))
+    extra: list[int] = []
+    for scale in args.scales if "link" in args.what else ():
+        extra += floors.link_tokens(make_config(args, scale, experts, 1), args.quick)
+    spare = SPARE_BYTES // (args.virtual or 1)
+    while True:
+        largest = max([*args.tokens, *extra])
+        configs = {scale: make_config(args, scale, experts, largest) for scale in args.scales}
+        sizes = [megamoe.memory_estimate(cfg, world_size) for cfg in configs.values()]
+        need = sum(size["arena"] + size["pools"] for size in sizes) + 2 * max(size["layer_weights"] for size in sizes)
+        if need + spare <= free or args.given_tokens or len(args.tokens) == 1:
+            return configs
+        args.tokens.pop()
