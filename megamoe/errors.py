@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 
@@ -75,7 +75,9 @@ BAD_INPUT_TEXT = {
 
 @dataclass(frozen=True)
 class AbortRecord:
-    """What the rank that aborted first wrote at every peer.
+    """What the rank that aborted first wrote at every peer: these fields as int64, in this order.
+
+    A new field also needs a value in kernels/control.abort_all; everything else follows from this class.
 
     origin: the rank that found the fault. blamed: the rank it waited for or whose input is bad.
     expert: local expert or -1; for bad input the expert id seen. expected, seen: epochs (timeout),
@@ -143,7 +145,7 @@ ABORTED = {
 
 
 def aborted(words: list[int]) -> MegaMoEAborted:
-    """The error for a record's eight integers (wire.RECORD_FIELDS order)."""
-    cause, origin, blamed, phase, expert, expected, seen, epoch = (int(w) for w in words)
-    record = AbortRecord(Cause(cause), origin, blamed, Phase(phase), expert, expected, seen, epoch)
+    """The error for a record's integers, in the order of AbortRecord's fields."""
+    record = AbortRecord(*(int(word) for word in words))
+    record = replace(record, cause=Cause(record.cause), phase=Phase(record.phase))
     return ABORTED[record.cause](record)

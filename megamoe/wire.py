@@ -16,9 +16,10 @@ local expert. Two slots of each, by the parity of the forward's epoch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from .config import BLOCK, MAX_RANKS, MoEConfig
+from .errors import AbortRecord
 
 WIRE_VERSION = 1
 ALIGN = 256
@@ -29,7 +30,7 @@ LIST_FLAG = 16  # [2 slots][MAX_RANKS] epochs, written by sources
 RETURN_FLAG = 32  # [MAX_RANKS] epochs, written by owners
 DONE_EXCHANGE, DONE_RETURN, DONE_REDUCE = 48, 50, 52  # CTAs that finished; the last one resets them
 RECORDS = 64  # [MAX_RANKS origins][RECORD_FIELDS]
-RECORD_FIELDS = 8  # cause, origin, blamed, phase, expert, expected, seen, epoch
+RECORD_FIELDS = len(fields(AbortRecord))  # int64 each, in the order of AbortRecord
 CONTROL_WORDS = RECORDS + MAX_RANKS * RECORD_FIELDS
 
 HEADER = 4  # int32 words before the counts
@@ -37,7 +38,7 @@ HEADER_LAYER = 0  # the others are spare; they keep counts 16-byte aligned
 
 # Pinned host block: int64 words.
 HOST_STATE, HOST_RECORD = 0, 8  # STATE: 0, or 1 once RECORD is complete
-HOST_WORDS = 16
+HOST_WORDS = HOST_RECORD + RECORD_FIELDS
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -5,7 +5,11 @@ convert between (codes, scales) and row records; wire.py describes the layouts. 
 imports CuTeDSL; `import megamoe` alone does not.
 """
 
+import os
+
 from ..errors import MissingDependency
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # CuTeDSL reads it once, when it is imported
 
 try:
     import cutlass.cute  # noqa: F401

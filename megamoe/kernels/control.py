@@ -61,17 +61,12 @@ def abort_all(
     finds one complete record, that of the rank that came first there.
     """
     if prims.cas_sys_i64(control + 8 * wire.CLAIM, Int64(0), Int64(1)) == 0:
+        record_of = (int(cause), rank, blamed, int(phase), expert, expected, seen, epoch)  # AbortRecord's order
         record = control + 8 * (wire.RECORDS + Int64(rank) * wire.RECORD_FIELDS)
         for peer in cutlass.range_constexpr(world_size):
             at = record + delta_of(deltas, Int32(peer))
-            prims.st_relaxed_sys(at, Int64(int(cause)))
-            prims.st_relaxed_sys(at + 8, Int64(rank))
-            prims.st_relaxed_sys(at + 16, Int64(blamed))
-            prims.st_relaxed_sys(at + 24, Int64(int(phase)))
-            prims.st_relaxed_sys(at + 32, Int64(expert))
-            prims.st_relaxed_sys(at + 40, expected)
-            prims.st_relaxed_sys(at + 48, seen)
-            prims.st_relaxed_sys(at + 56, epoch)
+            for i in cutlass.range_constexpr(wire.RECORD_FIELDS):
+                prims.st_relaxed_sys(at + 8 * i, Int64(record_of[i]))
         prims.fence_sys()
         for peer in cutlass.range_constexpr(world_size):
             word = control + 8 * wire.ABORT + delta_of(deltas, Int32(peer))

@@ -144,3 +144,8 @@ def test_demo_refuses_bad_flags(flag: str, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         command_line.main(["demo", flag])
     assert flag.split("=")[0] in capsys.readouterr().err
+
+
+def test_readme_shows_the_example_as_it_is() -> None:
+    code = (ROOT / "examples" / "one_gpu.py").read_text().split('"""', 2)[2].strip()
+    assert code in (ROOT / "README.md").read_text()
