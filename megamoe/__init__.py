@@ -6,6 +6,7 @@ Importing it needs no GPU, no CuTeDSL and no NVSHMEM: names load on first use.
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 from .config import Knobs, MoEConfig
@@ -35,6 +36,14 @@ _LAZY = {
     "world": "comm",
 }
 
+_MODULES = ("kernels", "numerics", "reference")
+"""Sub-modules that are public names."""
+
+_NO_TORCH = (
+    'megamoe needs torch: run "make demo", which sets up .venv, or pip install -e ".[cu13]"; '
+    '"python -m megamoe doctor" says more'
+)
+
 __all__ = [
     "AbortRecord",
     "AbortedBadInput",
@@ -58,13 +67,34 @@ __all__ = [
     "calibrate",
     "kernels",
     "memory_estimate",
+    "numerics",
+    "reference",
     "world",
 ]
 
 
+def _load(module: str) -> ModuleType:
+    """A module of this package. Raises MissingDependency without torch."""
+    try:
+        return importlib.import_module(f".{module}", __name__)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "torch":
+            raise
+        raise MissingDependency(_NO_TORCH) from None
+
+
 def __getattr__(name: str) -> Any:
-    if name == "kernels":
-        return importlib.import_module(".kernels", __name__)
+    if name in _MODULES:
+        return _load(name)
     if name in _LAZY:
-        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_load(_LAZY[name]), name)
+    import difflib
+
+    near = difflib.get_close_matches(name, __all__, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    # The name is given so that the interpreter does not add a suggestion of its own.
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from .config import FP8_MAX, MAX_RANKS
+from .errors import MissingDependency
 
 
 def _ranks(text: str) -> int:
@@ -51,8 +52,13 @@ def main(argv: list[str] | None = None) -> int:
         from . import doctor
 
         return doctor.main()
-    from . import demo
+    from . import _load
 
+    try:
+        demo = _load("demo")
+    except MissingDependency as error:
+        print(f"megamoe demo: {error}", file=sys.stderr)
+        return 1
     return demo.main(args) or 0
 
 

@@ -11,6 +11,7 @@ import importlib.metadata
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,7 +195,8 @@ def collect() -> list[Finding]:
     """Every finding about this machine, in the order of the report."""
     torch, why = load("torch")
     kind = wanted_extra(torch)
-    found = [Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
+    python = f"{platform.python_version()} {sys.executable} ({platform.system()} {platform.machine()})"
+    found = [Finding("python", python)]
     found += [check_torch(torch, why), *check_dsl(kind), *check_packages(kind)]
     return [*found, *check_gpus(torch), *check_nvshmem(kind)]
 

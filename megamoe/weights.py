@@ -219,6 +219,12 @@ class ExpertWeights:
         for name in ("x_scale", "act_scale"):
             _static_scale(cfg, name, getattr(self, name))
 
+    def __repr__(self) -> str:
+        shapes = f"w13 {list(self.w13.shape)}, w2 {list(self.w2.shape)}"
+        statics = f", x_scale {self.x_scale:.4g}, act_scale {self.act_scale:.4g}" if self.x_scale is not None else ""
+        mode = f"{self.cfg.fp8}, {self.cfg.scale} scales{statics}"
+        return f"ExpertWeights({shapes}, {mode}, {self.nbytes:,} bytes on {self.device})"
+
     @property
     def experts_local(self) -> int:
         """E_local."""

@@ -36,6 +36,31 @@ def why_no_ranks() -> str | None:
     return "needs several GPUs: torchrun --nproc-per-node=N -m pytest tests/ranks"
 
 
+def left_out(config: pytest.Config) -> dict[Path, str]:
+    """Folders inside what the command line names that this machine cannot run, and why."""
+    paths = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+    no_gpu = why_no_gpu()
+    reasons = {HERE / "gpu": no_gpu, HERE / "ranks": no_gpu or why_no_ranks()}
+    return {
+        folder: reason
+        for folder, reason in reasons.items()
+        if reason
+        and any(folder.is_relative_to(path) for path in paths)
+        and not any(path.is_relative_to(folder) for path in paths)
+    }
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out folders that cannot run here; named on the command line, they are collected and skipped."""
+    return True if collection_path.parent == HERE and collection_path in left_out(config) else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """One line a folder that was left out."""
+    for folder, reason in left_out(config).items():
+        terminalreporter.write_line(f"{folder.relative_to(HERE.parent)}: not collected, {reason}")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark by folder, and skip with the reason what this machine cannot run."""

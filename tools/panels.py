@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 try:
     import matplotlib as mpl
 except ImportError:
-    raise SystemExit("plot.py needs matplotlib: pip install 'megamoe[dev]'") from None
+    raise SystemExit('plot.py needs matplotlib: pip install -e ".[dev]"') from None
 from matplotlib import patheffects
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb

@@ -115,8 +115,6 @@ def missing(purpose: str) -> list[str]:
         return [] if installed("ruff") else ["ruff"]
     wanted = requirements("dependencies") + (requirements("test") if purpose == "test" else [])
     lacks = [text for text in map(unmet, wanted) if text]
-    if importlib.util.find_spec("cutlass") is None:
-        lacks.append("an importable cutlass (from nvidia-cutlass-dsl)")
     driver, cuda, libraries = driver_cuda(), torch_cuda(), dsl_libraries()
     if driver and installed("torch"):
         if cuda is None:
@@ -126,8 +124,12 @@ def missing(purpose: str) -> list[str]:
     kind = flavour(cuda, driver)
     if (driver or cuda) and "cu13" in libraries and kind == "cu12":
         lacks.append("unfit: nvidia-cutlass-dsl without cu13 libraries (torch or the driver is of CUDA 12)")
+    elif any("nvidia-cutlass-dsl" in text for text in lacks):
+        pass  # installing it brings its libraries
     elif not libraries or (driver and kind not in libraries):
         lacks.append(f"nvidia-cutlass-dsl-libs-{kind}")
+    elif importlib.util.find_spec("cutlass") is None:
+        lacks.append("an importable cutlass (from nvidia-cutlass-dsl)")
     return lacks
 
 
@@ -187,13 +189,18 @@ def main() -> int:
     if not lacks:
         print(sys.executable)
         return 0
-    say(f"{sys.executable} lacks {', '.join(lacks)}; using .venv")
-    lacks = lacks_of(str(VENV_PYTHON), purpose) if VENV_PYTHON.exists() else ["everything"]
-    if lacks:
-        install(purpose, clear=any(text.startswith("unfit:") for text in lacks))
+    there = VENV_PYTHON.exists()
+    if there:
         lacks = lacks_of(str(VENV_PYTHON), purpose)
-    if lacks:
-        raise SystemExit(f"setup: .venv still lacks {', '.join(lacks)}")
+    if not lacks:
+        say("using .venv")
+    else:
+        say(f"{'.venv' if there else sys.executable} lacks {', '.join(lacks)}; installing into .venv")
+        install(purpose, clear=there and any(text.startswith("unfit:") for text in lacks))
+        lacks = lacks_of(str(VENV_PYTHON), purpose)
+        if lacks:
+            raise SystemExit(f"setup: .venv still lacks {', '.join(lacks)}")
+        say("ready; for other commands: source .venv/bin/activate")
     print(VENV_PYTHON)
     return 0
 

@@ -138,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
         if reason is not None:
             from . import compile_table
 
-            return compile_table.main(args, reason) if os.environ.get("RANK", "0") == "0" else 0
+            return compile_table.main(args, reason, processes) if os.environ.get("RANK", "0") == "0" else 0
         with open_world(args, processes) as world:
             status = run_layer(args, world)
         if processes > 1:

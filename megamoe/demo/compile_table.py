@@ -1,4 +1,4 @@
-"""The demo without a Hopper GPU: the layer on the torch reference, small, then every kernel compiled for sm_90a."""
+"""The demo without a Hopper GPU: the layer on the torch reference, small, then each kernel compiled for sm_90a."""
 
 from __future__ import annotations
 
@@ -46,14 +46,17 @@ def reference_layer(args: argparse.Namespace) -> bool:
     return good
 
 
-def compile_all() -> bool:
-    """Compile every kernel and print what ptxas says; whether all are clean. Raises MissingDependency."""
+def compile_all(args: argparse.Namespace) -> bool:
+    """Compile each kernel in the flags' mode and print what ptxas says; whether all are clean.
+
+    Raises MissingDependency.
+    """
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported
     from ..kernels.catalog import catalog, shared_bytes
     from ..kernels.report import ARCH, report
 
     lines, good, total = [], True, 0.0
-    for entry in progress(catalog(quick=True), "compiling"):
+    for entry in progress(catalog(quick=True, scale=args.scale, fp8=args.fp8), "compiling"):
         kernel = entry.make()
         began = time.perf_counter()
         found = report(kernel)
@@ -62,7 +65,8 @@ def compile_all() -> bool:
         good &= found.clean
         spills = found.spill_stores + found.spill_loads
         lines.append((entry.name, entry.mode, found.registers, shared_bytes(kernel), found.stack, spills, seconds))
-    print(f"\nEvery kernel, compiled for {ARCH} (registers a thread; shared memory, stack and spills in bytes)\n")
+    units = "shared, stack and spills in bytes; the tests compile every mode"
+    print(f"\nOne build of each kernel, compiled for {ARCH} ({units})\n")
     print(f"{'kernel':10}  {'mode':40}  {'registers':>9}  {'shared':>6}  {'stack':>5}  {'spills':>6}  {'seconds':>7}")
     for line in lines:
         print("{:10}  {:40}  {:9d}  {:6d}  {:5d}  {:6d}  {:7.1f}".format(*line))
@@ -70,11 +74,17 @@ def compile_all() -> bool:
     return good
 
 
-def main(args: argparse.Namespace, reason: str) -> int:
-    """Run both parts and say why no kernel runs; 0 when all is well. Raises ConfigError, MissingDependency."""
+def main(args: argparse.Namespace, reason: str, processes: int = 1) -> int:
+    """Run both parts and say why no kernel runs; 0 when all is well. Raises ConfigError, MissingDependency.
+
+    processes: how many were started; only one of them should come here.
+    """
     print(f"megamoe demo: no kernel runs here, because {reason}.")
-    print("The torch reference shows the layer's numbers; the kernels are compiled, which needs no GPU.\n")
+    print("The torch reference shows the layer's numbers; the kernels are compiled, which needs no GPU.")
+    if processes > 1:
+        print(f"The {processes} processes are not played as ranks: one does this alone.")
+    print()
     near = reference_layer(args)
-    clean = compile_all()
+    clean = compile_all(args)
     print(f"No kernel ran: {reason}.")
     return 0 if near and clean else 1

@@ -52,3 +52,7 @@ __all__ = [
     "token_back",
     "unpack_rows",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -89,14 +89,15 @@ def _everything() -> Iterator[CatalogEntry]:
             yield from _gemms(cfg, max(RANKS), tile_rows)
 
 
-def catalog(quick: bool = False) -> list[CatalogEntry]:
+def catalog(quick: bool = False, *, scale: str = "block", fp8: str = "e4m3") -> list[CatalogEntry]:
     """Each kernel in each mode, one entry a (class, spec), in the order of NAMES.
 
-    quick: each kernel once, for DeepSeek-V3 with E4M3 block scales on eight ranks.
+    quick: each kernel once, for DeepSeek-V3 on eight ranks with this scale mode and FP8 format (of MoEConfig;
+    without quick they are not read). Raises ConfigError.
     """
     entries = _everything()
     if quick:
-        cfg, ranks = MoEConfig(**V3), max(RANKS)
+        cfg, ranks = MoEConfig(**V3, scale=scale, fp8=fp8), max(RANKS)
         entries = iter([*_data_kernels(cfg, ranks, ((False, False),)), *_gemms(cfg, ranks, max(TILE_ROWS))])
     unique: dict[tuple[type, object], CatalogEntry] = {}
     for entry in entries:

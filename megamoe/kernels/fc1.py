@@ -216,9 +216,9 @@ def fc1(
     weights: fp32 [R], needed with route_weight="activation". num_sms: CTAs to launch, default all SMs.
     Returns uint8 [R, pitch], records of wire.activation_format(cfg) (in `out` if given), and with debug
     also fp32 [R, I], the activations before they are quantised. Rows of no expert are left as they were.
-    Raises InputError when a tensor doesn't fit.
+    Raises InputError when an argument doesn't fit.
     """
-    cfg = experts.cfg
+    cfg = rows.config_of(experts)
     fmt, total = wire.activation_format(cfg), x_rows.shape[0]
     local = experts.w13.shape[0]
     rows.check_rows("x_rows", x_rows, wire.input_format(cfg).pitch)

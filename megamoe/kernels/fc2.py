@@ -183,9 +183,9 @@ def fc2(
     act_rows: uint8 [R, pitch], records of wire.activation_format(cfg), as fc1 returns them. expert_start:
     int32 [E_local + 1]. weights: fp32 [R], needed with route_weight="output". num_sms: CTAs to launch,
     default all SMs. Returns bf16 [R, H] (in `out` if given); rows of no expert are left as they were.
-    Raises InputError when a tensor doesn't fit.
+    Raises InputError when an argument doesn't fit.
     """
-    cfg = experts.cfg
+    cfg = rows.config_of(experts)
     local, total = experts.w2.shape[0], act_rows.shape[0]
     rows.check_rows("act_rows", act_rows, wire.activation_format(cfg).pitch)
     rows.check("expert_start", expert_start, torch.int32, local + 1)

@@ -30,6 +30,13 @@ class Experts(Protocol):
     act_scale: float | None
 
 
+def config_of(experts: Experts) -> MoEConfig:
+    """The config of a rank's experts. Raises InputError for anything else, such as bare tensors."""
+    if not hasattr(experts, "cfg"):
+        raise InputError("experts", type(experts).__name__, "an ExpertWeights")
+    return experts.cfg
+
+
 def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], *shape: int | None) -> None:
     """Raise InputError unless `tensor` is a contiguous CUDA tensor of (one) dtype and shape (None: any size)."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)

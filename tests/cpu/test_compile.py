@@ -43,7 +43,11 @@ def test_catalog_has_every_kernel_and_mode() -> None:
     entries = catalog()
     specs = {(type(e.make()), e.make().spec) for e in entries}
     assert len(specs) == len(entries) == len({str(e) for e in entries})
-    assert [e.name for e in catalog(quick=True)] == list(NAMES)
+    for scale, fp8 in (("block", "e4m3"), ("tensor", "e5m2")):
+        quick = catalog(quick=True, scale=scale, fp8=fp8)
+        assert [e.name for e in quick] == list(NAMES)
+        assert {(type(e.make()), e.make().spec) for e in quick} <= specs
+        assert all(f"{fp8} {scale}" in e.mode for e in quick if e.name == "stage")
     gemms = {kind: {spec for _, spec in specs if isinstance(spec, kind)} for kind in (FC1Spec, FC2Spec)}
     for mode in supported_modes():
         cfg = MoEConfig(**(V3 if mode["route_weight"] == "output" else V2_LITE), **mode)

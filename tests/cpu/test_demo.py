@@ -74,8 +74,28 @@ def test_without_a_gpu_it_says_that_no_kernel_ran(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "why_no_gpu", lambda: "the test says so")
-    monkeypatch.setattr(compile_table, "compile_all", lambda: True)
+    monkeypatch.setattr(compile_table, "compile_all", lambda args: True)
     assert command.main(flags()) == 0
-    assert "No kernel ran: the test says so." in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "No kernel ran: the test says so." in out
+    assert "processes" not in out
     assert command.main(flags("--virtual 3 --experts 7")) == 1
     assert "num_experts = 7" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert command.main(flags()) == 0
+    assert "The 2 processes are not played as ranks" in capsys.readouterr().out
+
+
+def test_compile_table_is_of_the_flags_mode(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megamoe.kernels import report
+
+    clean = argparse.Namespace(clean=True, registers=1, stack=0, spill_stores=0, spill_loads=0)
+    monkeypatch.setattr(report, "report", lambda kernel: clean)
+    assert compile_table.compile_all(flags("--scale tensor --fp8 e5m2"))
+    out = capsys.readouterr().out
+    assert "One build of each kernel" in out
+    assert "e5m2 tensor" in out
+    assert "e4m3" not in out
+    assert "block" not in out

@@ -122,3 +122,12 @@ def test_public_names_resolve():
 
     for name in kernels.__all__:
         assert callable(getattr(kernels, name))
+
+
+@pytest.mark.parametrize("name", ["fc1", "fc2"])
+def test_gemm_functions_refuse_what_is_no_pack(name):
+    from megamoe import kernels
+
+    rows, start = torch.empty(0, 128, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(errors.InputError, match="experts = 'Tensor': must be an ExpertWeights"):
+        getattr(kernels, name)(rows, start, rows)

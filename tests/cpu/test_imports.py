@@ -21,7 +21,7 @@ LAYER = FORMATS | {"weights", "kernels", "comm", "sched"}
 # "__init__" stands for the public names (import megamoe).
 ALLOWED: dict[str, set[str]] = {
     "__init__": LAYER | {"layer", "reference"},
-    "__main__": BASE | {"layer", "reference", "demo", "doctor"},
+    "__main__": BASE | {"layer", "reference", "demo", "doctor", "__init__"},
     "demo": LAYER | {"layer", "forward", "inputs", "reference", "doctor", "__init__"},
     "doctor": BASE,
     "layer": LAYER | {"inputs", "forward"},
@@ -139,3 +139,41 @@ def test_import_without_nvshmem_and_dsl() -> None:
         "print('ok')"
     )
     assert run_python(code).strip() == "ok"
+
+
+def test_without_torch_the_errors_say_what_to_do() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "import megamoe, megamoe.doctor\n"
+        "from megamoe.__main__ import main\n"
+        "for name in ('MegaMoE', 'ExpertWeights', 'reference', 'world'):\n"
+        "    try:\n"
+        "        getattr(megamoe, name)\n"
+        "    except megamoe.MissingDependency as error:\n"
+        "        assert 'needs torch: run \"make demo\"' in str(error)\n"
+        "        print(name)\n"
+        "sys.stderr = sys.stdout\n"
+        "assert main(['demo']) == 1"
+    )
+    *found, last = run_python(code).splitlines()
+    assert found == ["MegaMoE", "ExpertWeights", "reference", "world"]
+    assert last.startswith("megamoe demo: megamoe needs torch")
+
+
+def test_public_names_are_listed_and_load() -> None:
+    import megamoe
+    from megamoe import kernels
+
+    assert dir(megamoe) == sorted(megamoe.__all__)
+    assert dir(kernels) == sorted(kernels.__all__)
+    assert {"kernels", "numerics", "reference"} <= set(dir(megamoe))
+
+
+def test_a_near_miss_names_the_name() -> None:
+    import megamoe
+
+    with pytest.raises(AttributeError, match="no attribute 'MegaMoe'; did you mean 'MegaMoE'"):
+        _ = megamoe.MegaMoe
+    with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
+        _ = megamoe.xyzzy

@@ -108,6 +108,46 @@ def test_gpu_machines_get_a_matching_stack(
     assert (unfit in " ".join(lacks) and len(lacks) == 1) if unfit else not lacks
 
 
+def test_one_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    have = {"torch": "2.9", "numpy": "2.0", "apache-tvm-ffi": "9", "cuda-python": "13.0", "tqdm": "5"}
+    monkeypatch.setattr(setup_env, "installed", have.get)
+    monkeypatch.setattr(setup_env, "driver_cuda", lambda: None)
+    monkeypatch.setattr(setup_env, "dsl_libraries", lambda: set())
+    monkeypatch.setattr(setup_env.importlib.util, "find_spec", lambda name: None)
+    assert setup_env.missing("demo") == [f"nvidia-cutlass-dsl=={doctor.DSL_VERSION}"]
+    have["nvidia-cutlass-dsl"] = doctor.DSL_VERSION
+    assert setup_env.missing("demo") == ["nvidia-cutlass-dsl-libs-cu13"]
+    monkeypatch.setattr(setup_env, "dsl_libraries", lambda: {"cu13"})
+    assert setup_env.missing("demo") == ["an importable cutlass (from nvidia-cutlass-dsl)"]
+
+
+@pytest.mark.parametrize("state", ["absent", "lacking", "complete"])
+def test_setup_says_what_it_did(
+    state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    venv, ready = tmp_path / "python", [state == "complete"]
+    if state != "absent":
+        venv.touch()
+    monkeypatch.setattr(setup_env, "VENV_PYTHON", venv)
+    monkeypatch.setattr(setup_env, "lacks_of", lambda python, _: [] if python == str(venv) and ready[0] else ["torch"])
+    monkeypatch.setattr(setup_env, "install", lambda purpose, clear: ready.__setitem__(0, True))
+    monkeypatch.setattr(sys, "argv", ["setup_env.py", "demo"])
+    assert setup_env.main() == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == str(venv)
+    if state == "complete":
+        assert err == "setup: using .venv\n"
+    else:
+        who = sys.executable if state == "absent" else ".venv"
+        assert err.splitlines()[0] == f"setup: {who} lacks torch; installing into .venv"
+        assert err.splitlines()[-1] == "setup: ready; for other commands: source .venv/bin/activate"
+
+
+def test_make_doctor_installs_nothing() -> None:
+    done = subprocess.run(["make", "-n", "doctor", "PYTHON=some-python"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "some-python -m megamoe doctor"
+
+
 def test_readme_commands_exist() -> None:
     make = (ROOT / "Makefile").read_text()
     readme = (ROOT / "README.md").read_text()
@@ -135,6 +175,7 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_doctor_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main() == 0
     out = capsys.readouterr().out
+    assert sys.executable in out.splitlines()[0]
     assert doctor.DSL_VERSION in out
     assert "its libraries" in out
 

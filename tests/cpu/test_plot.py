@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install 'megamoe[dev]'")
+pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install -e '.[dev]'")
 
 HERE = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(HERE.parent / "tools"))

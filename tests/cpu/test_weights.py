@@ -246,6 +246,17 @@ def test_calibrate_edges():
         assert caught.value.name == name
 
 
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_repr_is_one_short_line(scale):
+    cfg = config(scale=scale)
+    statics = {} if scale == "block" else {"x_scale": 0.5, "act_scale": 0.25}
+    pack = ExpertWeights.from_bf16(cfg, *bf16_weights(cfg), **statics)
+    text = repr(pack)
+    assert str(list(pack.w13.shape)) in text and f"{pack.nbytes:,} bytes on cpu" in text
+    assert f"{cfg.fp8}, {scale} scales" in text and ("x_scale 0.5" in text) == (scale == "tensor")
+    assert len(text) < 160 and "\n" not in text
+
+
 def refused(error, name, call, text=""):
     with pytest.raises(error) as caught:
         call()
