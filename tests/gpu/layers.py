@@ -8,6 +8,8 @@ import torch
 
 from megamoe import MegaMoE, MoEConfig, VirtualWorld, reference
 from megamoe.comm import SingleWorld
+from megamoe.forward import STAGES, Call
+from megamoe.inputs import check_inputs
 from tests.problems import Problem, make_inputs, make_weights
 
 DEVICE = "cuda"
@@ -51,3 +53,23 @@ def run_and_check(cfg: MoEConfig, moe: MegaMoE, packs, tokens: list[int], kind: 
     """One poisoned forward against the oracle."""
     p = make_inputs(cfg, tokens, kind, seed, DEVICE)
     return check(cfg, poisoned_forward(moe, p), oracle(cfg, packs, p))
+
+
+def launch_one(moe: MegaMoE, p: Problem, outs: list[torch.Tensor], rank: int) -> None:
+    """Enqueue the forward of one virtual rank on its stream."""
+    inputs = check_inputs(moe.cfg, moe.world.device(rank), p.xs[rank], p.ids[rank], p.weights[rank])
+    moe._launch(rank, inputs, outs[rank], moe.world.stream(rank).cuda_stream)
+
+
+def launch_held(moe: MegaMoE, p: Problem, outs: list[torch.Tensor], late: int, kernel: str, cycles: int) -> None:
+    """Enqueue all ranks' forwards kernel by kernel; rank `late` sleeps for `cycles` in front of `kernel`."""
+    torch.cuda.synchronize()
+    for rank in moe.world.local_ranks:
+        stream = moe.world.stream(rank)
+        inputs = check_inputs(moe.cfg, moe.world.device(rank), p.xs[rank], p.ids[rank], p.weights[rank])
+        forward = next(iter(moe._forwards.values()))[rank]
+        for name, step in zip(STAGES, forward.steps(Call.of(inputs, outs[rank]), stream.cuda_stream)):
+            if (rank, name) == (late, kernel):
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(cycles)
+            step()

@@ -18,10 +18,8 @@ from megamoe import (
     wire,
 )
 from megamoe.errors import BadInput, Cause, Phase
-from megamoe.forward import STAGES, Call
-from megamoe.inputs import check_inputs
 from megamoe.kernels.faults import Faults
-from tests.gpu.layers import DEVICE, check, open_layer, oracle, run_and_check
+from tests.gpu.layers import DEVICE, check, launch_held, launch_one, open_layer, oracle, run_and_check
 from tests.problems import make_inputs, make_weights
 
 CFG = MoEConfig(hidden=512, intermediate=256, num_experts=16, top_k=4, max_tokens=128)
@@ -32,8 +30,7 @@ def launch_some(moe, p, ranks):
     outs = [torch.zeros_like(x) for x in p.xs]
     torch.cuda.synchronize()
     for rank in ranks:
-        inputs = check_inputs(moe.cfg, moe.world.device(rank), p.xs[rank], p.ids[rank], p.weights[rank])
-        moe._launch(rank, inputs, outs[rank], moe.world.stream(rank).cuda_stream)
+        launch_one(moe, p, outs, rank)
     return outs
 
 
@@ -78,8 +75,7 @@ def test_late_rank_is_fine():
         p = make_inputs(CFG, tokens, "random", 6, DEVICE)
         outs = launch_some(moe, p, [0])
         time.sleep(3)
-        inputs = check_inputs(CFG, moe.world.device(1), p.xs[1], p.ids[1], p.weights[1])
-        moe._launch(1, inputs, outs[1], moe.world.stream(1).cuda_stream)
+        launch_one(moe, p, outs, 1)
         moe.synchronize()
         check(CFG, outs, oracle(CFG, packs, p))
 
@@ -155,8 +151,7 @@ def test_a_rank_that_skipped_a_layer_is_found():
             layer.warmup()
         p = make_inputs(CFG, [40, 40], "random", 2, DEVICE)
         launch_some(layers[0], p, [0])
-        launch_some_of_1 = check_inputs(CFG, world.device(1), p.xs[1], p.ids[1], p.weights[1])
-        layers[1]._launch(1, launch_some_of_1, torch.empty_like(p.xs[1]), world.stream(1).cuda_stream)
+        launch_one(layers[1], p, [torch.empty_like(x) for x in p.xs], 1)  # without waiting for rank 0's forward
         with pytest.raises(AbortedLayerMismatch) as caught:
             layers[0].synchronize()
         assert {caught.value.record.expected, caught.value.record.seen} == {1, 2}
@@ -229,16 +224,7 @@ def test_an_owner_that_never_returns_rows_is_blamed_by_reduce():
     with open_layer(CFG, 4, timeout_s=0.3) as (_, packs, moe):
         p = make_inputs(CFG, tokens, "random", 5, DEVICE)
         outs = [torch.zeros_like(x) for x in p.xs]
-        torch.cuda.synchronize()
-        for rank in range(4):
-            stream = moe.world.stream(rank)
-            inputs = check_inputs(CFG, moe.world.device(rank), p.xs[rank], p.ids[rank], p.weights[rank])
-            forward = next(iter(moe._forwards.values()))[rank]
-            for number, step in enumerate(forward.steps(Call.of(inputs, outs[rank]), stream.cuda_stream)):
-                if rank == 3 and number == STAGES.index("token_back"):
-                    with torch.cuda.stream(stream):
-                        torch.cuda._sleep(2_000_000_000)
-                step()
+        launch_held(moe, p, outs, 3, "token_back", 2_000_000_000)
         with pytest.raises(AbortedTimeout) as caught:
             moe.synchronize()
         record = caught.value.record

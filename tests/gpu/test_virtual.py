@@ -9,7 +9,7 @@ from megamoe import MoEConfig
 from megamoe.forward import Call
 from megamoe.inputs import check_inputs
 from megamoe.kernels.faults import Faults
-from tests.gpu.layers import DEVICE, check, open_layer, oracle
+from tests.gpu.layers import DEVICE, check, launch_held, launch_one, open_layer, oracle
 from tests.problems import make_inputs
 
 CFG = MoEConfig(hidden=512, intermediate=256, num_experts=16, top_k=4, max_tokens=256)
@@ -23,8 +23,7 @@ def launch_in_order(moe, p, order, delays):
         stream = moe.world.stream(rank)
         with torch.cuda.stream(stream):
             torch.cuda._sleep(delays[rank])
-        inputs = check_inputs(moe.cfg, moe.world.device(rank), p.xs[rank], p.ids[rank], p.weights[rank])
-        moe._launch(rank, inputs, outs[rank], stream.cuda_stream)
+        launch_one(moe, p, outs, rank)
     moe.synchronize()
     return outs
 
@@ -42,8 +41,8 @@ def test_any_launch_order_and_delay(world_size):
             check(CFG, ys, oracle(CFG, packs, p))
 
 
-# Behind which of the eight kernels rank 3 is held up so that the wait named is the only guard.
-@pytest.mark.parametrize("fault,held", [("skip_list_wait", 0), ("skip_return_wait", 4)])
+# In front of which kernel rank 3 is held up so that the wait named is the only guard.
+@pytest.mark.parametrize("fault,held", [("skip_list_wait", "stage"), ("skip_return_wait", "fc1")])
 @pytest.mark.parametrize("skip", [True, False])
 def test_every_flag_wait_is_needed(fault, held, skip):
     """A rank is late: with the wait compiled out the result is wrong, with it right; so the tests here can fail."""
@@ -51,16 +50,7 @@ def test_every_flag_wait_is_needed(fault, held, skip):
         p = make_inputs(CFG, [200, 150, 100, 256], "all_remote", 1, DEVICE)
         moe._workspace.poison()
         outs = [torch.full_like(x, float("nan")) for x in p.xs]
-        torch.cuda.synchronize()
-        for rank in range(4):
-            stream = moe.world.stream(rank)
-            inputs = check_inputs(CFG, moe.world.device(rank), p.xs[rank], p.ids[rank], p.weights[rank])
-            forward = next(iter(moe._forwards.values()))[rank]
-            for number, step in enumerate(forward.steps(Call.of(inputs, outs[rank]), stream.cuda_stream)):
-                if rank == 3 and number == held:
-                    with torch.cuda.stream(stream):
-                        torch.cuda._sleep(40_000_000)
-                step()
+        launch_held(moe, p, outs, 3, held, 40_000_000)
         torch.cuda.synchronize()
         if skip:
             with pytest.raises(AssertionError):
