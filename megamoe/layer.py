@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -220,9 +220,27 @@ class MegaMoE:
 
     def _launch(self, index: int, inputs: Inputs, y: torch.Tensor, stream: int) -> None:
         """Enqueue the forward of local rank `index` on a stream."""
-        knobs = self._knobs or heuristics.choose_knobs(self.cfg, self.world.size, inputs.tokens)
         with build.on_device(y.device):
-            self._forwards[knobs][index].launch(Call.of(inputs, y), stream)
+            self._forward(index, inputs.tokens).launch(Call.of(inputs, y), stream)
+
+    def _forward(self, index: int, tokens: int) -> RankForward:
+        """What local rank `index` launches for T = tokens."""
+        return self._forwards[self._knobs or heuristics.choose_knobs(self.cfg, self.world.size, tokens)][index]
+
+    def steps(
+        self, rank: int, x: Activations, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
+    ) -> list[Callable[[], None]]:
+        """The launches of one local rank's forward into `out`, in the order of forward.STAGES, after warmup().
+
+        For callers that time or delay kernels one by one: every rank must make all of them, in order. They
+        go to the rank's own stream on a VirtualWorld, else to the current one. Inputs are those of a call
+        (of one rank); raises InputError.
+        """
+        self._open()
+        inputs = self._check(rank, x, topk_ids, topk_weights, out)
+        own = self.world.stream(rank)
+        stream = build.stream_handle(out.device) if own is None else own.cuda_stream
+        return self._forward(self.world.local_ranks.index(rank), inputs.tokens).steps(Call.of(inputs, out), stream)
 
     def _fork(self) -> None:
         """Let every rank's stream follow the caller's (also inside a capture)."""

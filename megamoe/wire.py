@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass, fields
 
 from .config import BLOCK, MAX_RANKS, MoEConfig
-from .errors import AbortRecord
+from .errors import AbortRecord, MegaMoEAborted, aborted
 
 WIRE_VERSION = 1
 ALIGN = 256
@@ -90,6 +90,15 @@ def activation_format(cfg: MoEConfig) -> RowFormat:
 def counts_pitch(experts_local: int) -> int:
     """int32 words of a list's header and counts, from one source to the next."""
     return round_up(HEADER + experts_local, 4)
+
+
+def abort_in(control: list[int]) -> MegaMoEAborted | None:
+    """The error that a control block's words hold, or None when its abort word is not set."""
+    origin = control[ABORT] - 1
+    if origin < 0:
+        return None
+    first = RECORDS + origin * RECORD_FIELDS
+    return aborted(control[first : first + RECORD_FIELDS])
 
 
 def list_flag(slot: int, source: int) -> int:

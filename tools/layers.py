@@ -125,17 +125,10 @@ def steps_in_turns(sets: Sequence[Sequence[Launch]]) -> list[Launch]:
 def steps(b: Bench, moe: MegaMoE, made: inputs.Problem) -> list[Launch]:
     """The eight launches of a forward into made.ys, one by one. On a virtual world each launches the kernel of
     every rank on its stream, between a fork from the current stream and a join."""
-    from megamoe.forward import Call
-    from megamoe.inputs import check_inputs
-    from megamoe.kernels import build
-
-    of_rank = []
-    for index, rank in enumerate(b.world.local_ranks):
-        device, own = b.world.device(rank), b.world.stream(rank)
-        checked = check_inputs(moe.cfg, device, made.xs[index], made.ids[index], made.weights[index])
-        knobs = b.knobs(moe.cfg, b.world.size, checked.tokens)
-        stream = build.stream_handle(device) if own is None else own.cuda_stream
-        of_rank.append(moe._forwards[knobs][index].steps(Call.of(checked, made.ys[index]), stream))
+    of_rank = [
+        moe.steps(rank, made.xs[index], made.ids[index], made.weights[index], made.ys[index])
+        for index, rank in enumerate(b.world.local_ranks)
+    ]
     return of_rank[0] if not b.virtual else [together(moe, launches) for launches in zip(*of_rank)]
 
 

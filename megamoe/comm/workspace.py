@@ -147,11 +147,9 @@ class Workspace:
     def raise_if_aborted_on_device(self) -> None:
         """Raises the MegaMoEAborted that a local rank's control block holds; waits for the device."""
         for rank in self.world.local_ranks:
-            control = self.control(rank).cpu()
-            origin = int(control[wire.ABORT]) - 1
-            if origin >= 0:
-                first = wire.RECORDS + origin * wire.RECORD_FIELDS
-                raise aborted(control[first : first + wire.RECORD_FIELDS].tolist())
+            error = wire.abort_in(self.control(rank).tolist())
+            if error is not None:
+                raise error
 
     def set_epoch(self, epoch: int) -> None:
         """Set epoch and flags of the local ranks and clear all state between forwards.

@@ -9,10 +9,8 @@ from statistics import median
 import torch
 
 from .. import reference
-from ..forward import STAGES, Call
-from ..inputs import check_inputs
+from ..forward import STAGES
 from ..layer import MegaMoE
-from ..sched.heuristics import choose_knobs
 from ..weights import ExpertWeights
 from .problem import DemoProblem, sample_rows
 
@@ -80,9 +78,7 @@ def _lanes(bench: Bench) -> list[_Lane]:
     for index, rank in enumerate(moe.world.local_ranks):
         device = moe.world.device(rank)
         stream = moe.world.stream(rank) or torch.cuda.current_stream(device)
-        inputs = check_inputs(moe.cfg, device, bench.xs[index], bench.ids[index], bench.weights[index])
-        forward = moe._forwards[choose_knobs(moe.cfg, moe.world.size, inputs.tokens)][index]
-        steps = forward.steps(Call.of(inputs, bench.ys[index]), stream.cuda_stream)
+        steps = moe.steps(rank, bench.xs[index], bench.ids[index], bench.weights[index], bench.ys[index])
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(steps) + 1)]
         lanes.append(_Lane(stream, steps, marks))
     return lanes

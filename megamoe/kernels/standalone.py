@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import numerics, wire
 from ..config import BLOCK, Knobs, MoEConfig
-from ..errors import InputError, aborted
+from ..errors import InputError
 from . import build
 from .exchange import Exchange, ExchangeSpec, exchange_grid
 from .pull import Pull, PullSpec
@@ -87,11 +87,9 @@ def _launch(
     head = (block.data_ptr(),) if isinstance(kernel, Sort) else (block.data_ptr(), deltas.data_ptr())
     build.run(kernel, like.device, *head, *args)
     if control is None:
-        words = block.cpu()
-        origin = int(words[wire.ABORT]) - 1
-        if origin >= 0:
-            first = wire.RECORDS + origin * wire.RECORD_FIELDS
-            raise aborted(words[first : first + wire.RECORD_FIELDS].tolist())
+        error = wire.abort_in(block.tolist())
+        if error is not None:
+            raise error
 
 
 def stage(

@@ -15,15 +15,6 @@ bench, options, tables, timing = map(importlib.import_module, ("bench", "options
 LEFT_OUT = {1: {"link"}, 2: {"gemm"}}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors: waiting threads would only take a busy machine's cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def dry(monkeypatch):
     install(monkeypatch)

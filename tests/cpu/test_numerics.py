@@ -17,15 +17,6 @@ seeds = st.integers(0, 2**31 - 1)
 quick = settings(max_examples=25, deadline=None)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors are small here: OpenMP's threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def table(fp8):
     """Every finite value of a format, ascending, and its mantissa parity; from the bit layout, not from torch."""
     exponent_bits, mantissa_bits, bias = (4, 3, 7) if fp8 == "e4m3" else (5, 2, 15)

@@ -21,15 +21,6 @@ modules = ("peers.measure", "peers.torch_ep", "peers.gemm", "peers.flashinfer_ba
 measure, torch_ep, gemm, flashinfer_base = map(importlib.import_module, modules)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors: waiting threads would only take a busy machine's cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # ---------------------------------------------------------------- what peers get and say
 
 

@@ -16,15 +16,6 @@ MODES = supported_modes()
 quick = settings(max_examples=12, deadline=None)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors are small here: OpenMP's threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def config(mode=None, **fields):
     sizes = dict(hidden=256, intermediate=128, num_experts=8, top_k=3, max_tokens=64)
     return MoEConfig(**{**sizes, **(mode or {}), **fields})

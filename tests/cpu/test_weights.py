@@ -24,15 +24,6 @@ FORMATS = ["e4m3", "e5m2"]
 STATIC = dict(x_scale=0.5, act_scale=0.25)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors are small here: OpenMP's threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def config(**fields):
     return MoEConfig(**{**dict(hidden=256, intermediate=384, num_experts=4, top_k=2, max_tokens=16), **fields})
 

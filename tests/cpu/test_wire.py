@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megamoe import wire
+from megamoe import errors, wire
 from megamoe.config import BLOCK, MAX_RANKS, MAX_TOP_K, MoEConfig, supported_modes
 
 ranks = st.sampled_from(range(1, MAX_RANKS + 1))
@@ -178,3 +178,14 @@ def test_search_steps_find_every_entry(entries: int, data: st.DataObject) -> Non
         middle = (low + high) // 2
         low, high = (middle, high) if middle <= target else (low, middle)
     assert low == target
+
+
+def test_the_abort_in_a_control_block_is_that_of_the_rank_it_names() -> None:
+    control = [0] * wire.CONTROL_WORDS
+    assert wire.abort_in(control) is None
+    control[wire.ABORT] = 1 + 5
+    first = wire.RECORDS + 5 * wire.RECORD_FIELDS
+    control[first : first + wire.RECORD_FIELDS] = [1, 5, 3, 2, -1, 8, 7, 8]  # a time-out in pull that blames rank 3
+    error = wire.abort_in(control)
+    assert isinstance(error, errors.AbortedTimeout)
+    assert (error.record.origin, error.record.blamed, error.record.phase) == (5, 3, errors.Phase.PULL)

@@ -8,7 +8,7 @@ import torch
 
 from megamoe import MegaMoE, MoEConfig, VirtualWorld, reference
 from megamoe.comm import SingleWorld
-from megamoe.forward import STAGES, Call
+from megamoe.forward import STAGES
 from megamoe.inputs import check_inputs
 from tests.problems import Problem, make_inputs, make_weights
 
@@ -65,11 +65,9 @@ def launch_held(moe: MegaMoE, p: Problem, outs: list[torch.Tensor], late: int, k
     """Enqueue all ranks' forwards kernel by kernel; rank `late` sleeps for `cycles` in front of `kernel`."""
     torch.cuda.synchronize()
     for rank in moe.world.local_ranks:
-        stream = moe.world.stream(rank)
-        inputs = check_inputs(moe.cfg, moe.world.device(rank), p.xs[rank], p.ids[rank], p.weights[rank])
-        forward = next(iter(moe._forwards.values()))[rank]
-        for name, step in zip(STAGES, forward.steps(Call.of(inputs, outs[rank]), stream.cuda_stream)):
+        steps = moe.steps(rank, p.xs[rank], p.ids[rank], p.weights[rank], outs[rank])
+        for name, step in zip(STAGES, steps):
             if (rank, name) == (late, kernel):
-                with torch.cuda.stream(stream):
+                with torch.cuda.stream(moe.world.stream(rank)):
                     torch.cuda._sleep(cycles)
             step()

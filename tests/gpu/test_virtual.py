@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from megamoe import MoEConfig
-from megamoe.forward import Call
-from megamoe.inputs import check_inputs
 from megamoe.kernels.faults import Faults
 from tests.gpu.layers import DEVICE, check, launch_held, launch_one, open_layer, oracle
 from tests.problems import make_inputs
@@ -77,9 +75,7 @@ def test_steps_are_the_eight_kernels():
     with open_layer(CFG, 1) as (_, packs, moe):
         p = make_inputs(CFG, [64], "random", 2, DEVICE)
         y = torch.full_like(p.xs[0], float("nan"))
-        inputs = check_inputs(CFG, moe.world.device(0), p.xs[0], p.ids[0], p.weights[0])
-        forward = next(iter(moe._forwards.values()))[0]
-        steps = forward.steps(Call.of(inputs, y), moe.world.stream(0).cuda_stream)
+        steps = moe.steps(0, p.xs[0], p.ids[0], p.weights[0], y)
         assert len(steps) == 8
         for step in steps:
             step()
