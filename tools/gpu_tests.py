@@ -3,8 +3,9 @@
     python tools/gpu_tests.py [--logs DIR]
 
 Most of the time of the GPU tests is compiling on one core, so their files run as processes beside each
-other, spread over the GPUs of the machine. Tests with deadlines follow alone, then, with several GPUs, the
-rank tests under torchrun. Exit status 1 when anything failed.
+other, spread over the GPUs of the machine. Tests with deadlines have a GPU of their own at that time, or
+follow alone when there are fewer than three. Then the rank tests, under torchrun with 2, 4 and 8 processes
+where there are GPUs for them. Exit status 1 when anything failed.
 """
 
 from __future__ import annotations
@@ -62,13 +63,22 @@ def outcome(text: str) -> str:
     return found[-1] if found else "no summary: timed out or crashed"
 
 
-def run(groups: tuple[Group, ...], logs: Path, gpus: int) -> dict[Group, tuple[int, str]]:
+def rounds(gpus: int) -> list[list[tuple[Group, str | None]]]:
+    """What runs beside each other, round after round: groups with the GPUs that they see (None: all)."""
+    spare = 1 if gpus > 2 else 0
+    beside = [(group, str(number % (gpus - spare))) for number, group in enumerate(BESIDE)]
+    alone = [(group, f"{gpus - 1},0" if spare else None) for group in ALONE]
+    ranks = [[(Group(f"ranks{n}", ("tests/ranks",), ranks=n), None)] for n in (2, 4, 8) if n <= gpus]
+    return [beside + alone, *ranks] if spare else [beside, alone, *ranks]
+
+
+def run(groups: list[tuple[Group, str | None]], logs: Path) -> dict[Group, tuple[int, str]]:
     """Run groups beside each other; (exit status, outcome) of each."""
     running = {}
-    for number, group in enumerate(groups):
+    for group, visible in groups:
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        if not group.ranks and len(groups) > 1:
-            env["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+        if visible is not None:
+            env["CUDA_VISIBLE_DEVICES"] = visible
         log = (logs / f"{group.name}.log").open("w")
         running[group] = subprocess.Popen(group.command(), cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
     results, end = {}, time.monotonic() + LIMIT_S
@@ -96,12 +106,9 @@ def main() -> int:
         return 2
     logs = args.logs or Path(tempfile.mkdtemp(prefix="megamoe-tests-"))
     logs.mkdir(parents=True, exist_ok=True)
-    rounds = [BESIDE, ALONE]
-    if gpus > 1:
-        rounds.append((Group("ranks", ("tests/ranks",), ranks=min(gpus, 8)),))
     results: dict[Group, tuple[int, str]] = {}
-    for groups in rounds:
-        results.update(run(groups, logs, gpus))
+    for groups in rounds(gpus):
+        results.update(run(groups, logs))
     print(f"{gpus} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}\n\n| command | outcome |\n|---|---|")
     for group, (status, text) in results.items():
         print(f"| `{group.shown()}` | {text}{'' if status == 0 else f', EXIT {status}'} |")

@@ -44,6 +44,21 @@ def test_outcome(line, want):
     assert gpu_tests.outcome(f"....\n{line}\n") == want
 
 
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
+def test_rounds(gpus):
+    plan = gpu_tests.rounds(gpus)
+    groups = [group for beside in plan for group, _ in beside]
+    assert len(groups) == len(set(groups))
+    assert {*gpu_tests.BESIDE, *gpu_tests.ALONE} <= set(groups)
+    assert [group.ranks for group in groups if group.ranks] == [n for n in (2, 4, 8) if n <= gpus]
+    for beside in plan:  # deadlines: a GPU that no other process uses
+        first = [None if visible is None else visible.split(",")[0] for _, visible in beside]
+        for group, visible in beside:
+            if group in gpu_tests.ALONE or group.ranks:
+                assert len(beside) == 1 or first.count(visible.split(",")[0]) == 1
+        assert all(int(v) < gpus for v in first if v)
+
+
 def test_shown_commands_quote_what_needs_it():
     assert gpu_tests.Group("a", ("x.py", "-k", "a and b")).shown() == 'pytest x.py -k "a and b"'
     assert gpu_tests.Group("r", ("tests/ranks",), ranks=2).command()[2:5] == [
