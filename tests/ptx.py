@@ -75,15 +75,19 @@ def check_data(found: CompileReport, spec: object) -> None:
         assert count(r"div\.(approx|full)", found.ptx) == 0
 
 
-def check_gemm(found: CompileReport, fp8: str, tile_rows: int) -> None:
+def check_gemm(found: CompileReport, gemm: gemm_tiles.GemmSpec) -> None:
     """FC1 or FC2: check_any, FP8 WGMMA and no other, TMA loads, and a register split that fits an SM."""
+    fp8 = gemm.fp8
     check_any(found)
     assert found.smem is not None
     wgmma = count(r"wgmma\.mma_async", found.ptx)
     assert wgmma == count(rf"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.{fp8}\.{fp8}", found.ptx) > 0
-    assert count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx) >= 2
+    assert count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx) >= 1 + gemm.halves
+    assert (count(r"cp\.async\.bulk\.tensor\.2d\S*multicast", found.ptx) > 0) == (gemm.cluster > 1)
+    assert (count(r"barrier\.cluster\.wait", found.ptx) > 0) == (gemm.cluster > 1)
+    assert (count(r"cp\.async\.mbarrier\.arrive\.noinc", found.ptx) > 0) == (gemm.mode == "block")
     assert count(r"setmaxnreg\.dec", found.ptx) == count(r"setmaxnreg\.inc", found.ptx) == 1
-    math = 128 * (tile_rows // 64)
+    math = 128 * gemm.warpgroups
     assert threads_of(found.ptx) == math + 128
     less, more = (int(re.search(rf"setmaxnreg\.{way}\S*\s+(\d+)", found.ptx)[1]) for way in ("dec", "inc"))
     assert 128 * less + math * more <= REGISTER_FILE
@@ -91,21 +95,21 @@ def check_gemm(found: CompileReport, fp8: str, tile_rows: int) -> None:
 
 def check_fc1(found: CompileReport, spec: FC1Spec) -> None:
     """check_gemm, then the epilogue's rounding and its 16-byte stores of 16 codes."""
-    check_gemm(found, spec.gemm.fp8, spec.gemm.tile_rows)
+    check_gemm(found, spec.gemm)
     assert found.name.startswith("megamoe_fc1")
-    passes = spec.gemm.passes
+    items = spec.gemm.passes * spec.gemm.halves
     assert count(r"div\.rn\.f32", found.ptx) > 0 == count(r"div\.(approx|full)", found.ptx)
-    assert count(rf"cvt\.rn\.satfinite\.{spec.gemm.fp8}x2\.f32", found.ptx) == 16 * passes
-    assert count(r"st\.global\.v4\.b32", found.ptx) == 2 * passes * (5 if spec.debug else 1)
+    assert count(rf"cvt\.rn\.satfinite\.{spec.gemm.fp8}x2\.f32", found.ptx) == 16 * items
+    assert count(r"st\.global\.v4\.b32", found.ptx) == 2 * items * (5 if spec.debug else 1)
     assert (count(r"min\.NaN\.f32", found.ptx) > 0) == (spec.clamp is not None)
 
 
 def check_fc2(found: CompileReport, spec: FC2Spec) -> None:
     """check_gemm, then the epilogue's bf16 pairs and 16-byte stores."""
-    check_gemm(found, spec.gemm.fp8, spec.gemm.tile_rows)
+    check_gemm(found, spec.gemm)
     assert found.name.startswith("megamoe_fc2")
-    assert count(r"cvt\.rn\.bf16x2\.f32", found.ptx) == 32
-    assert count(r"st\.global\.v4\.b32", found.ptx) == 8
+    assert count(r"cvt\.rn\.bf16x2\.f32", found.ptx) == 32 * spec.gemm.halves
+    assert count(r"st\.global\.v4\.b32", found.ptx) == 8 * spec.gemm.halves
 
 
 def check(found: CompileReport, spec: object) -> None:

@@ -63,7 +63,9 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         "(default: torch and those whose library is installed)",
     )
     top.add_argument("--virtual", type=int, metavar="N", help="N ranks (2 to 8) on one GPU; without peers")
-    top.add_argument("--knobs", default="auto", help="tile_rows=64, tile_rows=128 or auto (default)")
+    top.add_argument(
+        "--knobs", default="auto", help="fields of Knobs, as in tile_rows=128,tile_cols=256; or auto (default)"
+    )
     top.add_argument("--quick", action="store_true", help="fewer points and samples")
     top.add_argument("--seed", type=int, default=0)
     top.add_argument("--timeout-s", type=float, default=60.0, help="limit of every wait for a peer (default: 60)")
@@ -95,14 +97,21 @@ def parse(argv: list[str] | None, processes: int, description: str | None = None
         args.preset = None
     scale = args.scale or ("block" if args.quick else "both")
     args.scales = ("block", "tensor") if scale == "both" else (scale,)
-    rows = args.knobs.removeprefix("tile_rows=")
-    if rows not in ("auto", "64", "128"):
-        top.error(f"--knobs {args.knobs}: auto, tile_rows=64 or tile_rows=128")
-    args.knobs = None if rows == "auto" else Knobs(tile_rows=int(rows))
+    args.knobs = _knobs(top, args.knobs)
     args.given_tokens = args.tokens is not None
     args.tokens = sorted(args.tokens or (QUICK_TOKENS if args.quick else TOKENS))
     args.runs = 10 if args.quick else 20
     return args
+
+
+def _knobs(top: argparse.ArgumentParser, text: str) -> Knobs | None:
+    """Knobs of "field=number,field=number"; None of "auto"."""
+    if text == "auto":
+        return None
+    try:
+        return Knobs(**{name: int(number) for name, number in (part.split("=") for part in text.split(","))})
+    except (TypeError, ValueError) as error:
+        top.error(f"--knobs {text}: auto, or fields of Knobs as in tile_rows=128,cluster=2 ({error})")
 
 
 def _sections(top: argparse.ArgumentParser, args: argparse.Namespace, processes: int) -> None:

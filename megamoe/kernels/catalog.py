@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..config import Knobs, MoEConfig, supported_modes
+from ..sched import heuristics
 from .build import DeviceKernel
 from .copy_rows import WARPS, slot_bytes
 from .exchange import Exchange, ExchangeSpec
@@ -27,7 +28,8 @@ NAMES = ("stage", "sort", "exchange", "pull", "fc1", "fc2", "token_back", "reduc
 V3 = dict(hidden=7168, intermediate=2048, num_experts=256, top_k=8, max_tokens=8192)
 V2_LITE = dict(hidden=2048, intermediate=1408, num_experts=64, top_k=6, max_tokens=8192)
 RANKS = (1, 8)
-TILE_ROWS = (64, 128)
+TILES = tuple(Knobs(tile_rows=r, tile_cols=c, cluster=n) for r in (64, 128) for c in (128, 256) for n in (1, 2))
+"""Every tile and cluster; each compiles for E4M3 block scales, those that heuristics pick in all modes."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,9 @@ def _data_kernels(cfg: MoEConfig, ranks: int, stage_variants: tuple[tuple[bool, 
     yield _entry("reduce", where, Reduce, ReduceSpec.from_config(cfg, ranks))
 
 
-def _gemms(cfg: MoEConfig, ranks: int, tile_rows: int) -> Iterator[CatalogEntry]:
-    local, knobs = cfg.experts_local(ranks), Knobs(tile_rows=tile_rows)
-    mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} tile{tile_rows}"
+def _gemms(cfg: MoEConfig, ranks: int, knobs: Knobs) -> Iterator[CatalogEntry]:
+    local, tile = cfg.experts_local(ranks), f"{knobs.tile_rows}x{knobs.tile_cols}x{knobs.cluster}"
+    mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} tile{tile}"
     yield _entry("fc1", mode, FC1, FC1Spec.from_config(cfg, local, knobs))
     yield _entry("fc2", mode, FC2, FC2Spec.from_config(cfg, local, knobs))
 
@@ -85,8 +87,10 @@ def _everything() -> Iterator[CatalogEntry]:
         cfg = MoEConfig(**(V3 if mode["route_weight"] == "output" else V2_LITE), **mode)
         for ranks in RANKS:
             yield from _data_kernels(cfg, ranks, variants)
-        for tile_rows in TILE_ROWS:
-            yield from _gemms(cfg, max(RANKS), tile_rows)
+        for knobs in heuristics.candidates(cfg):
+            yield from _gemms(cfg, max(RANKS), knobs)
+    for knobs in TILES:
+        yield from _gemms(MoEConfig(**V3), max(RANKS), knobs)
 
 
 def catalog(quick: bool = False, *, scale: str = "block", fp8: str = "e4m3") -> list[CatalogEntry]:
@@ -98,7 +102,7 @@ def catalog(quick: bool = False, *, scale: str = "block", fp8: str = "e4m3") -> 
     entries = _everything()
     if quick:
         cfg, ranks = MoEConfig(**V3, scale=scale, fp8=fp8), max(RANKS)
-        entries = iter([*_data_kernels(cfg, ranks, ((False, False),)), *_gemms(cfg, ranks, max(TILE_ROWS))])
+        entries = iter([*_data_kernels(cfg, ranks, ((False, False),)), *_gemms(cfg, ranks, heuristics.large(cfg))])
     unique: dict[tuple[type, object], CatalogEntry] = {}
     for entry in entries:
         kernel = entry.make()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import wire
 from ..config import BLOCK, Knobs, MoEConfig
-from . import build, gemm_epilogue, gemm_main, gemm_tiles, prims, rows
+from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_tiles, prims, rows
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,10 @@ class FC1Spec:
 
     @classmethod
     def from_config(cls, cfg: MoEConfig, experts_local: int, knobs: Knobs, debug: bool = False) -> FC1Spec:
-        """The spec of a config. Raises ConfigError when knobs.stages doesn't fit in shared memory."""
+        """The spec of a config. Raises ConfigError for knobs that don't fit it."""
         block = cfg.scale == "block"
-        gemm = gemm_tiles.GemmSpec(
+        gemm = gemm_tiles.make_spec(
+            *(knobs, "fc1"),
             experts=experts_local,
             k=cfg.hidden,
             n=2 * cfg.intermediate,
@@ -39,10 +40,8 @@ class FC1Spec:
             fp8=cfg.fp8,
             mode="block" if block else cfg.accum,
             group=BLOCK,
-            w_scales=2,
+            paired=True,
             passes=2 if block and cfg.act_group == 128 else 1,
-            tile_rows=knobs.tile_rows,
-            stages=gemm_tiles.pick_stages(knobs.tile_rows, experts_local, knobs.stages),
         )
         weighted = cfg.route_weight == "activation"
         return cls(gemm, wire.activation_format(cfg).pitch, cfg.act_group, cfg.clamp, weighted, debug)
@@ -56,10 +55,9 @@ class FC1Spec:
 def fc1_tile(
     spec: cutlass.Constexpr,
     load_scale: cutlass.Constexpr,
-    ring: gemm_main.Ring,
+    ring: gemm_ring.Ring,
     math: gemm_main.MathThread,
     tile: gemm_tiles.Tile,
-    x: Int64,
     w_scale: Int64,
     pool_weight: Int64,
     act: Int64,
@@ -74,36 +72,30 @@ def fc1_tile(
     Addresses as in FC1.ARGS. load_scale(address) reads an fp32 scale.
     """
     gemm = spec.gemm
-    block = gemm.mode == "block"
+    items = gemm.passes * gemm.halves
     mine = gemm_main.thread_rows(math, tile)
     safe = gemm_main.safe_rows(math, tile)
     live = tuple(gemm_epilogue.row_live(row, tile.end) for row in mine)
     factor = Float32(1.0)
-    row_scales = ()
-    if cutlass.const_expr(block):
-        row_scales = tuple(gemm_epilogue.row_address(x, gemm.pitch, row) + gemm.k for row in safe)
-    else:
+    if cutlass.const_expr(not gemm.scaled):
         factor = x_scale * load_scale(w_scale + Int64(tile.expert) * 4)
     weights = ()
     if cutlass.const_expr(spec.weighted):
         weights = tuple(load_scale(gemm_epilogue.row_address(pool_weight, 4, row)) for row in safe)
-    values = cute.make_rmem_tensor(32 * gemm.passes, Float32)
+    values = cute.make_rmem_tensor(32 * items, Float32)
     for item in cutlass.range_constexpr(gemm.passes):
-        w_scales = ()
-        if cutlass.const_expr(block):
-            row_block = (tile.column * gemm.passes + item) // 2
-            half = Int64(spec.intermediate // BLOCK) * gemm.k_blocks * 4
-            gate = w_scale + Int64(tile.expert) * (2 * half) + Int64(row_block) * (4 * gemm.k_blocks)
-            w_scales = (gate, gate + half)
-        stage, phase = gemm_main.sum_tile(gemm, load_scale, ring, math, row_scales, w_scales, stage, phase)
-        gemm_epilogue.activate(spec.clamp, math.acc, item, factor, not block, weights, values)
+        stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase)
+        for half in cutlass.range_constexpr(gemm.halves):
+            at = item * gemm.halves + half
+            gemm_epilogue.activate(spec.clamp, math.acc[half], at, factor, not gemm.scaled, weights, values)
     dests = tuple(gemm_epilogue.row_address(act, spec.act_pitch, row) for row in mine)
     gemm_epilogue.store_activation(
-        gemm.fp8, block, spec.intermediate, gemm.passes, values, act_scale, tile.column, math.quad, dests, live
+        *(gemm.fp8, spec.act_group if gemm.scaled else 0, spec.intermediate, items),
+        *(values, act_scale, tile.column, math.quad, dests, live),
     )
     if cutlass.const_expr(spec.debug):
         dests = tuple(gemm_epilogue.row_address(debug, 4 * spec.intermediate, row) for row in mine)
-        gemm_epilogue.store_debug(gemm.passes, values, tile.column, math.quad, dests, live)
+        gemm_epilogue.store_debug(items, values, tile.column, math.quad, dests, live)
     return stage, phase
 
 
@@ -130,7 +122,7 @@ class FC1:
     @cute.kernel
     def kernel(
         self,
-        ops: gemm_main.Operands,
+        ops: gemm_load.Operands,
         x: Int64,
         expert_start: Int64,
         w_scale: Int64,
@@ -141,16 +133,16 @@ class FC1:
         act_scale: Float32,
     ):
         spec, gemm = self.spec, self.spec.gemm
-        ring, schedule = gemm_main.start(gemm, ops, expert_start)
-        if gemm_main.is_producer(gemm):
-            gemm_main.producer_role(gemm, ops, ring, schedule)
+        ring, schedule = gemm_load.start(gemm, ops, expert_start)
+        if gemm_load.is_producer(gemm):
+            scales = gemm_load.Scales(x + gemm.k, w_scale)
+            gemm_load.producer_role(gemm, ops, scales, ring, schedule)
         else:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
             math = gemm_main.make_math_thread(gemm, ring, thread)
             stage, phase = Int32(0), Int32(0)
-            index, _, _ = cute.arch.block_idx()
-            grid, _, _ = cute.arch.grid_dim()
+            index, step = gemm_tiles.first_item(gemm)
             total = gemm_tiles.total_tiles(gemm, schedule)
             while index < total:
                 tile = gemm_tiles.find_tile(gemm, schedule, index)
@@ -160,7 +152,6 @@ class FC1:
                     ring,
                     math,
                     tile,
-                    x,
                     w_scale,
                     pool_weight,
                     act,
@@ -170,7 +161,9 @@ class FC1:
                     stage,
                     phase,
                 )
-                index += grid
+                index += step
+        if cutlass.const_expr(gemm.cluster > 1):
+            gemm_load.meet(gemm)  # no CTA ends while the other may still arrive at its barriers
 
     @cute.jit
     def __call__(
@@ -189,9 +182,13 @@ class FC1:
         stream: cuda.CUstream,
     ):
         gemm = self.spec.gemm
-        ops = gemm_main.make_operands(gemm, x, w13, rows_total)
+        ops = gemm_load.make_operands(gemm, x, w13, rows_total)
         self.kernel(ops, x, expert_start, w13_scale, pool_weight, act, debug, x_scale, act_scale).launch(
-            grid=(grid, 1, 1), block=(gemm.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(gemm_tiles.whole_clusters(gemm, grid), 1, 1),
+            block=(gemm.threads, 1, 1),
+            cluster=(gemm.cluster, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import wire
 from ..config import Knobs, MoEConfig
-from . import build, gemm_epilogue, gemm_main, gemm_tiles, prims, rows
+from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_tiles, prims, rows
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class FC2Spec:
 
     @classmethod
     def from_config(cls, cfg: MoEConfig, experts_local: int, knobs: Knobs) -> FC2Spec:
-        """The spec of a config. Raises ConfigError when knobs.stages doesn't fit in shared memory."""
-        gemm = gemm_tiles.GemmSpec(
+        """The spec of a config. Raises ConfigError for knobs that don't fit it."""
+        gemm = gemm_tiles.make_spec(
+            *(knobs, "fc2"),
             experts=experts_local,
             k=cfg.intermediate,
             n=cfg.hidden,
@@ -34,10 +35,8 @@ class FC2Spec:
             fp8=cfg.fp8,
             mode="block" if cfg.scale == "block" else cfg.accum,
             group=cfg.act_group,
-            w_scales=1,
+            paired=False,
             passes=1,
-            tile_rows=knobs.tile_rows,
-            stages=gemm_tiles.pick_stages(knobs.tile_rows, experts_local, knobs.stages),
         )
         return cls(gemm, cfg.route_weight == "output")
 
@@ -46,10 +45,9 @@ class FC2Spec:
 def fc2_tile(
     spec: cutlass.Constexpr,
     load_scale: cutlass.Constexpr,
-    ring: gemm_main.Ring,
+    ring: gemm_ring.Ring,
     math: gemm_main.MathThread,
     tile: gemm_tiles.Tile,
-    act: Int64,
     w_scale: Int64,
     pool_weight: Int64,
     act_scale: Float32,
@@ -66,18 +64,16 @@ def fc2_tile(
     mine = gemm_main.thread_rows(math, tile)
     safe = gemm_main.safe_rows(math, tile)
     live = tuple(gemm_epilogue.row_live(row, tile.end) for row in mine)
-    row_scales, w_scales, factors = (), (), ()
+    factors = ()
     if cutlass.const_expr(spec.weighted):
         factors = tuple(load_scale(gemm_epilogue.row_address(pool_weight, 4, row)) for row in safe)
-    if cutlass.const_expr(gemm.mode == "block"):
-        row_scales = tuple(gemm_epilogue.row_address(act, gemm.pitch, row) + gemm.k for row in safe)
-        row_block = Int64(tile.expert) * gemm.n_tiles + Int64(tile.column)
-        w_scales = (w_scale + row_block * (4 * gemm.k_blocks),)
-    else:
+    if cutlass.const_expr(not gemm.scaled):
         factor = act_scale * load_scale(w_scale + Int64(tile.expert) * 4)
         factors = tuple(factor * f for f in factors) if spec.weighted else (factor, factor)
-    stage, phase = gemm_main.sum_tile(gemm, load_scale, ring, math, row_scales, w_scales, stage, phase)
-    gemm_epilogue.store_output(math.acc, factors, tile.column, math.quad, dests, live)
+    stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase)
+    for half in cutlass.range_constexpr(gemm.halves):
+        column = tile.column * gemm.halves + half
+        gemm_epilogue.store_output(math.acc[half], factors, column, math.quad, dests, live)
     return stage, phase
 
 
@@ -104,7 +100,7 @@ class FC2:
     @cute.kernel
     def kernel(
         self,
-        ops: gemm_main.Operands,
+        ops: gemm_load.Operands,
         act: Int64,
         expert_start: Int64,
         w_scale: Int64,
@@ -113,16 +109,16 @@ class FC2:
         act_scale: Float32,
     ):
         spec, gemm = self.spec, self.spec.gemm
-        ring, schedule = gemm_main.start(gemm, ops, expert_start)
-        if gemm_main.is_producer(gemm):
-            gemm_main.producer_role(gemm, ops, ring, schedule)
+        ring, schedule = gemm_load.start(gemm, ops, expert_start)
+        if gemm_load.is_producer(gemm):
+            scales = gemm_load.Scales(act + gemm.k, w_scale)
+            gemm_load.producer_role(gemm, ops, scales, ring, schedule)
         else:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
             math = gemm_main.make_math_thread(gemm, ring, thread)
             stage, phase = Int32(0), Int32(0)
-            index, _, _ = cute.arch.block_idx()
-            grid, _, _ = cute.arch.grid_dim()
+            index, step = gemm_tiles.first_item(gemm)
             total = gemm_tiles.total_tiles(gemm, schedule)
             while index < total:
                 tile = gemm_tiles.find_tile(gemm, schedule, index)
@@ -134,7 +130,6 @@ class FC2:
                     ring,
                     math,
                     tile,
-                    act,
                     w_scale,
                     pool_weight,
                     act_scale,
@@ -142,7 +137,9 @@ class FC2:
                     stage,
                     phase,
                 )
-                index += grid
+                index += step
+        if cutlass.const_expr(gemm.cluster > 1):
+            gemm_load.meet(gemm)  # no CTA ends while the other may still arrive at its barriers
 
     @cute.jit
     def __call__(
@@ -159,9 +156,13 @@ class FC2:
         stream: cuda.CUstream,
     ):
         gemm = self.spec.gemm
-        ops = gemm_main.make_operands(gemm, act, w2, rows_total)
+        ops = gemm_load.make_operands(gemm, act, w2, rows_total)
         self.kernel(ops, act, expert_start, w2_scale, pool_weight, y, act_scale).launch(
-            grid=(grid, 1, 1), block=(gemm.threads, 1, 1), min_blocks_per_mp=1, stream=stream
+            grid=(gemm_tiles.whole_clusters(gemm, grid), 1, 1),
+            block=(gemm.threads, 1, 1),
+            cluster=(gemm.cluster, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
 

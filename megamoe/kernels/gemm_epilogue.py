@@ -66,10 +66,10 @@ def quad_max(value: Float32) -> Float32:
 
 
 @cute.jit
-def group_amax(values: cute.Tensor, passes: cutlass.Constexpr, h: cutlass.Constexpr) -> Float32:
-    """Largest magnitude of a row's activation group, which the lanes of a quad share."""
+def group_amax(values: cute.Tensor, first: cutlass.Constexpr, last: cutlass.Constexpr, h: cutlass.Constexpr) -> Float32:
+    """Largest magnitude of a row half in items first .. last - 1, which the lanes of a quad share."""
     amax = Float32(0.0)
-    for item in cutlass.range_constexpr(passes):
+    for item in cutlass.range_constexpr(first, last):
         for v in cutlass.range_constexpr(16):
             amax = prims.fmax(amax, prims.fabs(values[32 * item + 16 * h + v]))
     return quad_max(amax)
@@ -78,9 +78,9 @@ def group_amax(values: cute.Tensor, passes: cutlass.Constexpr, h: cutlass.Conste
 @cute.jit
 def store_activation(
     fp8: cutlass.Constexpr,
-    block: cutlass.Constexpr,
+    group: cutlass.Constexpr,
     intermediate: cutlass.Constexpr,
-    passes: cutlass.Constexpr,
+    items: cutlass.Constexpr,
     values: cute.Tensor,
     act_scale: Float32,
     column: Int32,
@@ -88,33 +88,36 @@ def store_activation(
     dests: tuple,
     live: tuple,
 ):
-    """Quantise `values` of activate() and store codes, and in block mode the scale, into two row records.
+    """Quantise `values` of activate() and store codes, and in block mode the scales, into two row records.
 
-    column: the work item's column tile; its codes start at 64 * passes * column, its scale is number
-    `column` of the record. act_scale is used in tensor mode.
+    items: of 64 columns each. column: the work item's column tile; its codes start at 64 * items * column.
+    group: columns that share a scale, which is stored behind the codes; 0 in tensor mode, with act_scale for all.
     """
+    together = group // 64 if group else items
     for h in cutlass.range_constexpr(2):
-        scale = act_scale
-        if cutlass.const_expr(block):
-            scale = quantize.group_scale(group_amax(values, passes, h), fp8)
-        for item in cutlass.range_constexpr(passes):
-            words = quantize.codes_of([values[32 * item + 16 * h + i] for i in range(16)], scale, block, fp8)
-            if live[h]:
-                prims.st_v4(dests[h] + Int64((column * passes + item) * 64 + quad * 16), *words)
-        if cutlass.const_expr(block):
-            if live[h] and quad == 0:
-                prims.st_f32(dests[h] + intermediate + Int64(column) * 4, scale)
+        for first in cutlass.range_constexpr(0, items, together):
+            scale = act_scale
+            if cutlass.const_expr(group):
+                scale = quantize.group_scale(group_amax(values, first, first + together, h), fp8)
+            for item in cutlass.range_constexpr(first, first + together):
+                words = quantize.codes_of([values[32 * item + 16 * h + i] for i in range(16)], scale, group > 0, fp8)
+                if live[h]:
+                    prims.st_v4(dests[h] + Int64((column * items + item) * 64 + quad * 16), *words)
+            if cutlass.const_expr(group):
+                if live[h] and quad == 0:
+                    number = (column * items + first) // together
+                    prims.st_f32(dests[h] + intermediate + Int64(number) * 4, scale)
 
 
 @cute.jit
-def store_debug(passes: cutlass.Constexpr, values: cute.Tensor, column: Int32, quad: Int32, dests: tuple, live: tuple):
+def store_debug(items: cutlass.Constexpr, values: cute.Tensor, column: Int32, quad: Int32, dests: tuple, live: tuple):
     """Store the fp32 `values` of activate() as they are into two rows of an fp32 array."""
     for h in cutlass.range_constexpr(2):
-        for item in cutlass.range_constexpr(passes):
+        for item in cutlass.range_constexpr(items):
             for w in cutlass.range_constexpr(4):
                 at = 32 * item + 16 * h + 4 * w
                 words = [prims.f32_to_bits(values[at + i]) for i in range(4)]
-                offset = ((column * passes + item) * 64 + quad * 16 + 4 * w) * 4
+                offset = ((column * items + item) * 64 + quad * 16 + 4 * w) * 4
                 if live[h]:
                     prims.st_v4(dests[h] + Int64(offset), *words)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -11,12 +11,13 @@ import cutlass.memory
 from cutlass import Int32, Int64
 
 from .. import wire
-from ..config import BLOCK
+from ..config import BLOCK, Knobs
 from ..errors import ConfigError
 from ..sched import tiles
 from . import prims
 
 WARPGROUP = 128  # threads
+MOST_STAGES = 12
 SMEM_BYTES = 227 * 1024  # what one CTA of sm_90 may use (CUDA C programming guide, compute capabilities)
 
 
@@ -26,8 +27,9 @@ class GemmSpec:
 
     pitch: bytes between row records. mode: "single" (one accumulator), "promoted" (a second fp32 sum every
     128 of k) or "block" (promoted, times scales). group: columns that share a row scale ("block").
-    w_scales: weight scales of a tile and K block, 1, or 2 for even (gate) and odd (up) chunks of 8 columns.
-    passes: weight tiles of 128 rows that one work item runs one after another.
+    paired: weight tiles of 128 rows hold 64 gate and 64 up columns in chunks of 8, in turns (FC1).
+    halves: weight tiles that a work item multiplies with the rows at once, 1 or 2. passes: how often it does,
+    one after another. cluster: CTAs, 1 or 2, that run neighbouring column tiles and share loads of rows.
     """
 
     experts: int
@@ -37,8 +39,10 @@ class GemmSpec:
     fp8: str
     mode: str
     group: int
-    w_scales: int
+    paired: bool
     passes: int
+    halves: int
+    cluster: int
     tile_rows: int
     stages: int
 
@@ -48,9 +52,39 @@ class GemmSpec:
         return self.k // BLOCK
 
     @property
+    def scaled(self) -> bool:
+        """Whether products are scaled by block."""
+        return self.mode == "block"
+
+    @property
+    def columns(self) -> int:
+        """Columns of a work item."""
+        return BLOCK * self.passes * self.halves
+
+    @property
     def n_tiles(self) -> int:
-        """Work items of one row tile."""
-        return self.n // (BLOCK * self.passes)
+        """Work items of one row tile, for a whole cluster."""
+        return self.n // (self.columns * self.cluster)
+
+    @property
+    def w_scales(self) -> int:
+        """Weight scales of a work item and K block: of gate and up, else of each half."""
+        return 2 if self.paired else self.halves
+
+    @property
+    def scale_step(self) -> int:
+        """Scale blocks of 128 output columns from one of w_scales to the next."""
+        return self.n // (2 * BLOCK) if self.paired else 1
+
+    @property
+    def scale_tiles(self) -> int:
+        """Weight tiles that share a scale block."""
+        return 2 if self.paired else 1
+
+    @property
+    def scale_floats(self) -> int:
+        """Scales of a stage: [groups, tile_rows] of rows, w_scales of weights, up to a multiple of 16 bytes."""
+        return stage_scales(self.tile_rows, self.group, self.w_scales) if self.scaled else 0
 
     @property
     def warpgroups(self) -> int:
@@ -65,12 +99,12 @@ class GemmSpec:
     @property
     def stage_bytes(self) -> int:
         """Bytes that TMA brings to one stage."""
-        return (self.tile_rows + BLOCK) * BLOCK
+        return (self.tile_rows + BLOCK * self.halves) * BLOCK
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of the staged kernel."""
-        return smem_bytes(self.tile_rows, self.stages, self.experts)
+        """Shared memory of the staged kernel: a ring (stages, scales, two barriers each) and a Schedule."""
+        return self.stages * (self.stage_bytes + 4 * self.scale_floats + 16) + 8 * (self.experts + 1)
 
     @property
     def searches(self) -> int:
@@ -78,19 +112,37 @@ class GemmSpec:
         return wire.search_steps(self.experts + 1)
 
 
-def smem_bytes(tile_rows: int, stages: int, experts: int) -> int:
-    """Shared memory of one ring (stages and two barriers each) and one Schedule."""
-    return stages * ((tile_rows + BLOCK) * BLOCK + 16) + 8 * (experts + 1)
+def stage_scales(tile_rows: int, group: int, w_scales: int) -> int:
+    """GemmSpec.scale_floats of block scales."""
+    return -(-(BLOCK // group * tile_rows + w_scales) // 4) * 4
 
 
-def pick_stages(tile_rows: int, experts: int, wanted: int | None) -> int:
-    """Stages that fill shared memory, or `wanted` (Knobs.stages). Raises ConfigError if it doesn't fit."""
-    most = 12
-    while smem_bytes(tile_rows, most, experts) > SMEM_BYTES:
-        most -= 1
-    if wanted is not None and wanted > most:
-        raise ConfigError("stages", wanted, f"at most {most} with tile_rows = {tile_rows} and {experts} experts a rank")
-    return most if wanted is None else wanted
+def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
+    """The spec of GEMM `name` ("fc1", "fc2") with tile, cluster and stages from knobs, and everything else given.
+
+    Stages fill shared memory unless knobs.stages says how many. Raises ConfigError for knobs that don't fit.
+    """
+    halves = knobs.tile_cols // BLOCK
+    passes = fixed.pop("passes") // halves or 1
+    shape = dict(halves=halves, passes=passes, tile_rows=knobs.tile_rows, cluster=knobs.cluster)
+    spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
+    if spec.n % spec.columns:
+        raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")
+    if spec.n % (spec.columns * spec.cluster):
+        raise ConfigError("cluster", knobs.cluster, f"1 for {name}, which has {spec.n // spec.columns} column tiles")
+    while spec.smem_bytes > SMEM_BYTES:
+        spec = replace(spec, stages=spec.stages - 1)
+    if knobs.stages is not None and knobs.stages > spec.stages:
+        tile = f"tile_rows = {knobs.tile_rows}, tile_cols = {knobs.tile_cols}"
+        raise ConfigError(
+            "stages", knobs.stages, f"at most {spec.stages} with {tile} and {spec.experts} experts a rank"
+        )
+    return replace(spec, stages=knobs.stages or spec.stages)
+
+
+def whole_clusters(gemm: GemmSpec, ctas: Int32) -> Int32:
+    """Grid of at most `ctas` CTAs, but at least one cluster."""
+    return cutlass.max(ctas // gemm.cluster, 1) * gemm.cluster
 
 
 class Schedule(NamedTuple):
@@ -101,7 +153,7 @@ class Schedule(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One work item. row: its first pool row; end: its expert's; column: its column tile (n_tiles)."""
+    """One work item. row: its first pool row; end: its expert's; column: its column tile (of GemmSpec.columns)."""
 
     expert: Int32
     row: Int32
@@ -144,8 +196,25 @@ def fill_schedule(gemm: cutlass.Constexpr, schedule: Schedule, expert_start: Int
 
 @cute.jit
 def total_tiles(gemm: cutlass.Constexpr, schedule: Schedule) -> Int32:
-    """Live work items."""
+    """Live work items, of whole clusters."""
     return schedule.prefix[gemm.experts] * gemm.n_tiles
+
+
+@cute.jit
+def cluster_rank(gemm: cutlass.Constexpr) -> Int32:
+    """This CTA's place in its cluster."""
+    rank = Int32(0)
+    if cutlass.const_expr(gemm.cluster > 1):
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+    return rank
+
+
+@cute.jit
+def first_item(gemm: cutlass.Constexpr) -> tuple[Int32, Int32]:
+    """This CTA's first work item, and the step to its next."""
+    block, _, _ = cute.arch.block_idx()
+    grid, _, _ = cute.arch.grid_dim()
+    return block // gemm.cluster, grid // gemm.cluster
 
 
 @cute.jit
@@ -158,4 +227,5 @@ def find_tile(gemm: cutlass.Constexpr, schedule: Schedule, index: Int32) -> Tile
     before = schedule.prefix[low]
     m_tiles = schedule.prefix[low + 1] - before
     m, n = tiles.split_tile(index - before * gemm.n_tiles, m_tiles, gemm.n_tiles)
-    return Tile(low, schedule.start[low] + m * gemm.tile_rows, schedule.start[low + 1], n)
+    column = n * gemm.cluster + cluster_rank(gemm)
+    return Tile(low, schedule.start[low] + m * gemm.tile_rows, schedule.start[low + 1], column)

@@ -236,6 +236,18 @@ def bulk_wait(pending: int, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def copy_async_4(dst: Int32, src: Int64, *, loc=None, ip=None) -> None:
+    """Copy 4 bytes from global to shared memory, without waiting (cp.async, generic proxy, cached in L1)."""
+    _asm("cp.async.ca.shared.global [$0], [$1], 4;", [], [Int32(dst), Int64(src)], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def copy_async_arrive(mbar: Int32, *, loc=None, ip=None) -> None:
+    """Arrive once on `mbar`, which counts this thread, when all its copy_async so far are done."""
+    _asm("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", [], [Int32(mbar)], loc=loc, ip=ip)
+
+
+@dsl_user_op
 def mbar_init(mbar: Int32, arrivals: Int32, *, loc=None, ip=None) -> None:
     """Initialise an mbarrier (8 B of shared memory)."""
     _asm("mbarrier.init.shared::cta.b64 [$0], $1;", [], [Int32(mbar), Int32(arrivals)], loc=loc, ip=ip)
@@ -325,6 +337,12 @@ def fabs(a: Float32, *, loc=None, ip=None) -> Float32:
 def smem_ld(addr: Int32, *, loc=None, ip=None) -> Int32:
     """Load an int32 from shared memory."""
     return _asm("ld.shared.b32 $0, [$1];", ["i32"], [Int32(addr)], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def smem_ld_f32(addr: Int32, *, loc=None, ip=None) -> Float32:
+    """Load an fp32 from shared memory."""
+    return _asm("ld.shared.f32 $0, [$1];", ["f32"], [Int32(addr)], loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -5,7 +5,15 @@ from __future__ import annotations
 from ..config import Knobs, MoEConfig
 
 SMALL = Knobs(tile_rows=64)
-LARGE = Knobs(tile_rows=128)
+"""Weights bound the time, and 64-row tiles waste least."""
+
+
+def large(cfg: MoEConfig) -> Knobs:
+    """128-row tiles, as wide and in as large clusters as the shape allows: less of each operand is read again."""
+    wide = cfg.hidden % 256 == 0
+    columns = (2 * cfg.intermediate // 256, cfg.hidden // 256)
+    pairs = wide and all(n % 2 == 0 for n in columns)
+    return Knobs(tile_rows=128, tile_cols=256 if wide else 128, cluster=2 if pairs else 1)
 
 
 def expected_rows(cfg: MoEConfig, world_size: int, tokens: int) -> float:
@@ -15,9 +23,9 @@ def expected_rows(cfg: MoEConfig, world_size: int, tokens: int) -> float:
 
 def candidates(cfg: MoEConfig) -> tuple[Knobs, ...]:
     """Every Knobs that choose_knobs can return; warmup compiles them all."""
-    return (SMALL, LARGE)
+    return (SMALL, large(cfg))
 
 
 def choose_knobs(cfg: MoEConfig, world_size: int, tokens: int) -> Knobs:
-    """64-row tiles while experts get at most 64 rows on average (weights bound the time), else 128-row tiles."""
-    return SMALL if expected_rows(cfg, world_size, tokens) <= 64 else LARGE
+    """64-row tiles while experts get at most 64 rows on average, else 128-row tiles."""
+    return SMALL if expected_rows(cfg, world_size, tokens) <= 64 else large(cfg)

@@ -11,10 +11,11 @@ import pytest
 
 from megamoe.config import MoEConfig, supported_modes
 from megamoe.kernels import build
-from megamoe.kernels.catalog import NAMES, TILE_ROWS, V2_LITE, V3, CatalogEntry, catalog, shared_bytes
+from megamoe.kernels.catalog import NAMES, V2_LITE, V3, CatalogEntry, catalog, shared_bytes
 from megamoe.kernels.fc1 import FC1Spec
 from megamoe.kernels.fc2 import FC2Spec
 from megamoe.kernels.report import ARCH, report
+from megamoe.sched import heuristics
 from tests.ptx import check
 
 
@@ -51,13 +52,15 @@ def test_catalog_has_every_kernel_and_mode() -> None:
     gemms = {kind: {spec for _, spec in specs if isinstance(spec, kind)} for kind in (FC1Spec, FC2Spec)}
     for mode in supported_modes():
         cfg = MoEConfig(**(V3 if mode["route_weight"] == "output" else V2_LITE), **mode)
-        for tile_rows in TILE_ROWS:
+        for knobs in heuristics.candidates(cfg):
             for kind, found in gemms.items():
                 matching = [
                     s
                     for s in found
-                    if (s.gemm.fp8, s.gemm.tile_rows) == (cfg.fp8, tile_rows)
+                    if (s.gemm.fp8, s.gemm.tile_rows, s.gemm.halves * 128)
+                    == (cfg.fp8, knobs.tile_rows, knobs.tile_cols)
+                    and s.gemm.cluster == knobs.cluster
                     and s.gemm.mode == ("block" if cfg.scale == "block" else cfg.accum)
                     and s.weighted == (cfg.route_weight == ("activation" if kind is FC1Spec else "output"))
                 ]
-                assert matching, f"{kind.__name__} lacks {mode} with {tile_rows} rows"
+                assert matching, f"{kind.__name__} lacks {mode} with {knobs}"

@@ -42,7 +42,8 @@ def test_both_gemms_compile_at_the_edges(shape: dict, experts: int, extra: dict,
 
 def test_stages_fill_shared_memory_or_obey_the_knob() -> None:
     cfg = MoEConfig(**LARGE)
-    assert FC1Spec.from_config(cfg, 32, Knobs(tile_rows=128)).gemm.stages == 7
+    assert FC1Spec.from_config(cfg, 32, Knobs(tile_rows=128)).gemm.stages == 6
+    assert FC1Spec.from_config(cfg, 32, Knobs(tile_cols=256)).gemm.stages == 4
     assert FC1Spec.from_config(cfg, 32, Knobs(tile_rows=64)).gemm.stages == 9
     assert FC2Spec.from_config(cfg, 32, Knobs(stages=3)).gemm.stages == 3
     with pytest.raises(ConfigError, match="stages = 12"):

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 
 import megamoe
-from megamoe import InputError, MoEConfig, errors
+from megamoe import ConfigError, InputError, Knobs, MoEConfig, errors
+from megamoe.forward import check_knobs
 from megamoe.inputs import check_inputs, check_out
 from megamoe.sched import heuristics
 
@@ -34,7 +35,25 @@ def test_knobs_are_among_the_warmed_up_ones(experts, world_size, tokens, top_k):
 def test_few_rows_take_small_tiles():
     cfg = MoEConfig(7168, 2048, 256, 8, 8192)
     assert heuristics.choose_knobs(cfg, 1, 8) == heuristics.SMALL
-    assert heuristics.choose_knobs(cfg, 8, 8192) == heuristics.LARGE
+    assert heuristics.choose_knobs(cfg, 8, 8192) == Knobs(tile_rows=128, tile_cols=256, cluster=2)
+
+
+@pytest.mark.parametrize(
+    "hidden,intermediate,want",
+    [(7168, 2048, (256, 2)), (2048, 1408, (256, 1)), (768, 256, (256, 1)), (1408, 2048, (128, 1))],
+)
+def test_tiles_follow_the_shape(hidden, intermediate, want):
+    cfg = MoEConfig(hidden, intermediate, 256, 8, 8192)
+    knobs = heuristics.large(cfg)
+    assert (knobs.tile_cols, knobs.cluster) == want
+    for chosen in heuristics.candidates(cfg):
+        check_knobs(cfg, 8, chosen)
+    if want == (256, 1):
+        with pytest.raises(ConfigError, match="cluster = 2: .*column tiles"):
+            check_knobs(cfg, 8, Knobs(tile_cols=256, cluster=2))
+    if want[0] == 128:
+        with pytest.raises(ConfigError, match="tile_cols = 256: .*fc2"):
+            check_knobs(cfg, 8, Knobs(tile_cols=256))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 32])

@@ -3,10 +3,12 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 
 from megamoe import Knobs, MoEConfig, kernels, numerics, reference, wire
 from megamoe.config import supported_modes
+from megamoe.errors import ConfigError
+from megamoe.forward import check_knobs
 from tests.gpu.poison import poisoned_empty
 from tests.problems import generator, make_weights
 
@@ -113,14 +115,25 @@ def check_fc2(cfg, pack, counts, seed, knobs, extra_rows=0):
     assert y[total:].isnan().all()
 
 
-@pytest.mark.parametrize("tile_rows", [64, 128])
+TILES = [Knobs(tile_rows=r, tile_cols=c, cluster=n) for r in (64, 128) for c in (128, 256) for n in (1, 2)]
+
+
+def sizes(knobs):
+    """(H, I) as odd as the knobs allow."""
+    if knobs.cluster == 2:
+        return (768, 256) if knobs.tile_cols == 128 else (1024, 512)
+    return (640, 384) if knobs.tile_cols == 128 else (768, 384)
+
+
+@pytest.mark.parametrize("knobs", TILES, ids=lambda k: f"{k.tile_rows}x{k.tile_cols}x{k.cluster}")
 @pytest.mark.parametrize("mode", supported_modes(), ids=name)
-def test_every_mode(mode, tile_rows):
-    cfg = MoEConfig(hidden=640, intermediate=384, num_experts=6, top_k=2, max_tokens=8, **mode)
+def test_every_mode(mode, knobs):
+    hidden, intermediate = sizes(knobs)
+    cfg = MoEConfig(hidden=hidden, intermediate=intermediate, num_experts=6, top_k=2, max_tokens=8, **mode)
     pack = make_weights(cfg, 1, 7, DEVICE)[0]
     for counts in ([200, 0, 1, 64, 129, 0], [0] * 6, [0, 0, 0, 0, 0, 5]):
-        check_fc1(cfg, pack, counts, 1, Knobs(tile_rows=tile_rows), extra_rows=70)
-        check_fc2(cfg, pack, counts, 2, Knobs(tile_rows=tile_rows), extra_rows=70)
+        check_fc1(cfg, pack, counts, 1, knobs, extra_rows=70)
+        check_fc2(cfg, pack, counts, 2, knobs, extra_rows=70)
 
 
 @pytest.mark.parametrize("hidden,intermediate", [(128, 128), (7168, 2048), (1408, 1408), (2048, 2688)])
@@ -133,6 +146,7 @@ def test_shapes(hidden, intermediate):
 
 CASES = [
     dict(hidden=256, intermediate=128),
+    dict(hidden=512, intermediate=512),
     dict(hidden=128, intermediate=384, scale="tensor", accum="single", fp8="e5m2"),
     dict(hidden=384, intermediate=256, act_group=64, route_weight="activation"),
 ]
@@ -142,15 +156,19 @@ CASES = [
 @given(
     st.sampled_from(CASES),
     st.lists(st.integers(0, 400), min_size=1, max_size=3).map(lambda c: (c * 3)[:3]),
-    st.sampled_from([64, 128]),
+    st.sampled_from(TILES),
     st.integers(0, 300),
     st.integers(0, 1 << 16),
 )
-def test_any_rows(case, counts, tile_rows, extra, seed):
+def test_any_rows(case, counts, knobs, extra, seed):
     cfg = MoEConfig(num_experts=3, top_k=1, max_tokens=8, **case)
+    try:
+        check_knobs(cfg, 1, knobs)
+    except ConfigError:
+        assume(False)
     pack = make_weights(cfg, 1, seed, DEVICE)[0]
-    check_fc1(cfg, pack, counts, seed, Knobs(tile_rows=tile_rows), extra)
-    check_fc2(cfg, pack, counts, seed, Knobs(tile_rows=tile_rows), extra)
+    check_fc1(cfg, pack, counts, seed, knobs, extra)
+    check_fc2(cfg, pack, counts, seed, knobs, extra)
 
 
 def test_few_sms_and_few_stages_give_the_same_bits():
@@ -161,7 +179,9 @@ def test_few_sms_and_few_stages_give_the_same_bits():
     records = kernels.pack_rows(codes, scales, wire.input_format(cfg))
     weights = torch.ones(len(experts), device=DEVICE)
     outs = []
-    for knobs, sms in ((Knobs(), None), (Knobs(), 3), (Knobs(stages=2), None), (Knobs(tile_rows=64), 1)):
+    runs = [(Knobs(), None), (Knobs(), 3), (Knobs(stages=2), None), (Knobs(tile_rows=64), 1)]
+    runs += [(knobs, sms) for knobs in TILES for sms in (1, 5, None)]
+    for knobs, sms in runs:
         act = kernels.fc1(records, start, pack, weights, knobs, num_sms=sms)
         outs.append((act, kernels.fc2(act, start, pack, weights, knobs, num_sms=sms)))
     for act, y in outs[1:]:

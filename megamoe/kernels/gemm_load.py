@@ -1,0 +1,199 @@
+"""The producer warps of a grouped FP8 GEMM: one issues TMA of both operands, one copies block scales.
+
+With a cluster of two CTAs, which run neighbouring column tiles of the same rows, each loads half of A for both.
+
+Sources: PTX ISA, "cp.async.bulk.tensor", "cp.async", "cp.async.mbarrier.arrive".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import AddressSpace, Boolean, Int16, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from ..config import BLOCK
+from . import prims
+from .gemm_ring import FP8_TYPES, Ring, advance, init_ring, make_ring, scale_at, smem_layout
+from .gemm_tiles import (
+    GemmSpec,
+    Schedule,
+    Tile,
+    cluster_rank,
+    fill_schedule,
+    find_tile,
+    first_item,
+    make_schedule,
+    total_tiles,
+)
+
+PRODUCER_REGISTERS = 40
+
+
+class Operands(NamedTuple):
+    """TMA of one GEMM: atoms and coordinate tensors of A [R, k] and B [experts * n, k]."""
+
+    atom_a: cute.CopyAtom
+    a: cute.Tensor
+    atom_b: cute.CopyAtom
+    b: cute.Tensor
+
+
+class Scales(NamedTuple):
+    """Where block scales lie: rows, the address of pool row 0's first; weights, of fp32 [experts, n / 128, k_blocks].
+    Both 0 without block scales."""
+
+    rows: Int64
+    weights: Int64
+
+
+def make_operands(gemm: GemmSpec, a: Int64, b: Int64, rows_total: Int32) -> Operands:
+    """Host side: TMA descriptors of A (records of `pitch` bytes) and B, from device addresses.
+
+    rows_total may be the pool's capacity; a tile that reads past it gets zeros.
+    """
+    dtype = FP8_TYPES[gemm.fp8]
+
+    def tma(address, rows, stride, tile_rows, multicast):
+        pointer = cute.make_ptr(dtype, address, AddressSpace.gmem, assumed_align=BLOCK)
+        tensor = cute.make_tensor(pointer, cute.make_layout((rows, gemm.k), stride=(stride, 1)))
+        layout = cute.slice_(smem_layout(gemm, tile_rows, 1), (None, None, 0))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        if multicast > 1:
+            op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+        return cpasync.make_tiled_tma_atom(op, tensor, layout, (tile_rows, BLOCK), num_multicast=multicast)
+
+    return Operands(
+        *tma(a, rows_total, gemm.pitch, gemm.tile_rows, gemm.cluster),
+        *tma(b, Int32(gemm.experts * gemm.n), gemm.k, BLOCK, 1),
+    )
+
+
+@cute.jit
+def produce_tile(
+    gemm: cutlass.Constexpr, ops: Operands, ring: Ring, tile: Tile, stage: Int32, phase: Int32
+) -> tuple[Int32, Int32]:
+    """TMA warp, all lanes: load every K block of a work item. Returns the ring state after it."""
+    one = cute.make_layout(1)
+    shifted = cute.domain_offset((tile.row, 0), ops.a)
+    ga = cute.local_tile(shifted, (gemm.tile_rows, BLOCK), (0, None))
+    to_a, from_a = cpasync.tma_partition(
+        *(ops.atom_a, cluster_rank(gemm), cute.make_layout(gemm.cluster)),
+        *(cute.group_modes(ring.a, 0, 2), cute.group_modes(ga, 0, 2)),
+    )
+    for item in cutlass.range_constexpr(gemm.passes):
+        from_b = []
+        for half in cutlass.range_constexpr(gemm.halves):
+            n_tile = tile.expert * (gemm.n // BLOCK) + (tile.column * gemm.passes + item) * gemm.halves + half
+            gb = cute.local_tile(ops.b, (BLOCK, BLOCK), (n_tile, None))
+            to_b, source = cpasync.tma_partition(
+                ops.atom_b, 0, one, cute.group_modes(ring.b, 0, 2), cute.group_modes(gb, 0, 2)
+            )
+            from_b.append(source)
+        for kb in cutlass.range(gemm.k_blocks, unroll=1):
+            full = ring.full + stage
+            cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, gemm.stage_bytes)
+            if cutlass.const_expr(gemm.cluster == 1):
+                cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full)
+            else:
+                mask = Int16((1 << gemm.cluster) - 1)
+                cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full, mcast_mask=mask)
+            for half in cutlass.range_constexpr(gemm.halves):
+                to = to_b[(None, stage * gemm.halves + half)]
+                cute.copy(ops.atom_b, from_b[half][(None, kb)], to, tma_bar_ptr=full)
+            stage, phase = advance(gemm, stage, phase)
+    return stage, phase
+
+
+@cute.jit
+def produce_scales(
+    gemm: cutlass.Constexpr, scales: Scales, ring: Ring, tile: Tile, stage: Int32, phase: Int32
+) -> tuple[Int32, Int32]:
+    """Scale warp, all lanes: copy the scales of every K block of a work item. Returns the ring state after it.
+
+    Rows past the expert's end take those of its last row: their results are never stored.
+    """
+    lane = cute.arch.lane_idx()
+    groups = BLOCK // gemm.group
+    rows = []
+    for i in cutlass.range_constexpr(gemm.tile_rows // 32):
+        row = cutlass.min(tile.row + 32 * i + lane, tile.end - 1)
+        rows.append(scales.rows + Int64(row) * gemm.pitch)
+    block = tile.expert * (gemm.n // BLOCK) + tile.column * (gemm.passes * gemm.halves) // gemm.scale_tiles
+    weight = scales.weights + Int64(block + cutlass.min(lane, gemm.w_scales - 1) * gemm.scale_step) * (
+        4 * gemm.k_blocks
+    )
+    for _ in cutlass.range_constexpr(gemm.passes):
+        for kb in cutlass.range(gemm.k_blocks, unroll=1):
+            cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
+            to = scale_at(gemm, ring, stage) + 4 * lane
+            for i in cutlass.range_constexpr(gemm.tile_rows // 32):
+                for g in cutlass.range_constexpr(groups):
+                    source = rows[i] + Int64(kb) * (4 * groups) + 4 * g
+                    prims.copy_async_4(to + 4 * (g * gemm.tile_rows + 32 * i), source)
+            if lane < gemm.w_scales:
+                prims.copy_async_4(to + 4 * groups * gemm.tile_rows, weight + Int64(kb) * 4)
+            prims.copy_async_arrive(prims.smem_addr(ring.full + stage))
+            stage, phase = advance(gemm, stage, phase)
+    return stage, phase
+
+
+# ---- roles ---------------------------------------------------------------------------------------
+
+
+@cute.jit
+def start(gemm: cutlass.Constexpr, ops: Operands, expert_start: Int64) -> tuple[Ring, Schedule]:
+    """The whole CTA: (ring, schedule), ready for use."""
+    ring = make_ring(gemm)
+    schedule = make_schedule(gemm)
+    warp = cute.arch.warp_idx()
+    if warp == 0:
+        fill_schedule(gemm, schedule, expert_start)
+    if warp == 4 * gemm.warpgroups:
+        cpasync.prefetch_descriptor(ops.atom_a)
+        cpasync.prefetch_descriptor(ops.atom_b)
+        with cute.arch.elect_one():
+            init_ring(gemm, ring)
+    meet(gemm)
+    return ring, schedule
+
+
+@cute.jit
+def meet(gemm: cutlass.Constexpr):
+    """Barrier of all threads that share stages: the CTA, or its cluster."""
+    if cutlass.const_expr(gemm.cluster == 1):
+        cute.arch.sync_threads()
+    else:
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+
+@cute.jit
+def producer_role(gemm: cutlass.Constexpr, ops: Operands, scales: Scales, ring: Ring, schedule: Schedule):
+    """The producer warpgroup of a staged kernel: every tile of this CTA, by two of its warps."""
+    cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+    warp = cute.arch.warp_idx() - 4 * gemm.warpgroups
+    stage, phase = Int32(0), Int32(0)
+    index, step = first_item(gemm)
+    total = total_tiles(gemm, schedule)
+    if warp == 0:
+        while index < total:
+            tile = find_tile(gemm, schedule, index)
+            stage, phase = produce_tile(gemm, ops, ring, tile, stage, phase)
+            index += step
+    if cutlass.const_expr(gemm.scaled):
+        if warp == 1:
+            while index < total:
+                tile = find_tile(gemm, schedule, index)
+                stage, phase = produce_scales(gemm, scales, ring, tile, stage, phase)
+                index += step
+
+
+@cute.jit
+def is_producer(gemm: cutlass.Constexpr) -> Boolean:
+    """Whether this warp is in the producer warpgroup, the last of the CTA."""
+    return cute.arch.warp_idx() >= 4 * gemm.warpgroups

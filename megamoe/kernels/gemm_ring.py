@@ -1,0 +1,96 @@
+"""Shared memory of a grouped FP8 GEMM: a ring of stages between the producer warps and the math warpgroups.
+
+A stage is one K block of 128: A [tile_rows, 128] and `halves` weight tiles B [128, 128], FP8 in rows of 128
+bytes (SW128), and with block scales the block's fp32 scales. Ring state (stage, phase) is two Int32 that
+callers carry from tile to tile, so that a bigger kernel can run several GEMMs through one ring.
+
+Source: PTX ISA, "mbarrier".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+
+from ..config import BLOCK
+from . import prims
+from .gemm_tiles import GemmSpec
+
+SMEM_ALIGN = 1024  # of a SW128 operand
+FP8_TYPES = {"e4m3": cutlass.Float8E4M3FN, "e5m2": cutlass.Float8E5M2}
+
+
+class Ring(NamedTuple):
+    """Shared memory stages: a [tile_rows, 128, stages], b [128, 128, stages * halves] (a stage's halves are
+    neighbours), scales: address of fp32 [stages, scale_floats]; barriers full and empty [stages] each."""
+
+    a: cute.Tensor
+    b: cute.Tensor
+    scales: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+def smem_layout(gemm: GemmSpec, rows: int, tiles: int) -> cute.ComposedLayout:
+    """K-major SW128 layout [rows, 128, tiles] of an operand."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, FP8_TYPES[gemm.fp8])
+    return cute.tile_to_shape(atom, (rows, BLOCK, tiles), order=(0, 1, 2))
+
+
+@cute.jit
+def make_ring(gemm: cutlass.Constexpr) -> Ring:
+    """Allocate a ring; one thread of the CTA must call init_ring before a barrier."""
+    smem = cutlass.memory.SmemAllocator()
+    dtype = FP8_TYPES[gemm.fp8]
+    layout_a = smem_layout(gemm, gemm.tile_rows, gemm.stages)
+    layout_b = smem_layout(gemm, BLOCK, gemm.stages * gemm.halves)
+    a = smem.allocate_tensor(dtype, layout_a.outer, byte_alignment=SMEM_ALIGN, swizzle=layout_a.inner)
+    b = smem.allocate_tensor(dtype, layout_b.outer, byte_alignment=SMEM_ALIGN, swizzle=layout_b.inner)
+    barriers = smem.allocate_array(Int64, 2 * gemm.stages)
+    scales = Int32(0)
+    if cutlass.const_expr(gemm.scaled):
+        scales = prims.smem_addr(smem.allocate_array(Int32, gemm.stages * gemm.scale_floats, byte_alignment=16))
+    return Ring(a, b, scales, barriers, barriers + gemm.stages)
+
+
+@cute.jit
+def init_ring(gemm: cutlass.Constexpr, ring: Ring):
+    """One thread: initialise the barriers. full: TMA's bytes and, with block scales, one arrival a lane of the
+    scale warp; empty: one a math warp of every CTA that shares the stage."""
+    lanes = 32 if gemm.scaled else 0
+    for stage in cutlass.range_constexpr(gemm.stages):
+        cute.arch.mbarrier_init(ring.full + stage, 1 + lanes)
+        cute.arch.mbarrier_init(ring.empty + stage, 4 * gemm.warpgroups * gemm.cluster)
+    cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def advance(gemm: cutlass.Constexpr, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+    """Ring state of the next stage."""
+    stage += 1
+    if stage == gemm.stages:
+        stage = Int32(0)
+        phase ^= 1
+    return stage, phase
+
+
+@cute.jit
+def release(gemm: cutlass.Constexpr, ring: Ring, stage: Int32):
+    """All lanes of a math warp, after its reads of the stage: hand it back to the producers that fill it."""
+    lane = cute.arch.lane_idx()
+    if cutlass.const_expr(gemm.cluster == 1):
+        if lane == 0:
+            cute.arch.mbarrier_arrive(ring.empty + stage)
+    elif lane < gemm.cluster:
+        cute.arch.mbarrier_arrive(ring.empty + stage, lane)
+
+
+@cute.jit
+def scale_at(gemm: cutlass.Constexpr, ring: Ring, stage: Int32) -> Int32:
+    """Shared address of a stage's scales: rows [groups, tile_rows], then weights [w_scales]."""
+    return ring.scales + stage * (4 * gemm.scale_floats)
