@@ -109,3 +109,27 @@ def arrive_last(counter: Int64, ctas: Int32) -> Boolean:
     if last:
         prims.st_i64(counter, Int64(0))
     return last
+
+
+@cute.jit
+def publish(
+    control: Int64,
+    deltas: Int64,
+    world_size: cutlass.Constexpr,
+    counter: Int64,
+    ctas: Int32,
+    flag: Int64,
+    epoch: Int64,
+):
+    """One thread a CTA, after a barrier: the last of `ctas` stores `epoch` in `flag` of every peer, unless aborted.
+
+    Fence, counter, fence and then relaxed stores are a release of what every CTA wrote. A release store a peer would
+    each fence again and wait for the one before: at W = 8 that is eight round trips over the link.
+    """
+    away = [delta_of(deltas, Int32(peer)) for peer in range(world_size)]
+    prims.fence_sys()
+    if arrive_last(counter, ctas):
+        prims.fence_sys()
+        if not aborted(control):
+            for peer in cutlass.range_constexpr(world_size):
+                prims.st_relaxed_sys(flag + away[peer], epoch)
