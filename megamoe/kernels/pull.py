@@ -239,7 +239,7 @@ class Pull:
                         *(rank, Int32(-1), Int64(pool_rows), Int64(total), epoch),
                     )
                 total = Int32(0)
-        prims.fence_proxy_async()  # before the stores, for which it would wait
+        prims.fence_proxy_async()  # ahead of the stores, so that it has none to wait for
         if block == 0:
             for expert in range(tid, spec.experts_local + 1, THREADS):
                 first = Int32(0)
