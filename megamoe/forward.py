@@ -19,7 +19,6 @@ from .kernels.fc1 import FC1, FC1Spec
 from .kernels.fc2 import FC2, FC2Spec
 from .kernels.pull import Pull, PullSpec
 from .kernels.reduce import Reduce, ReduceSpec, reduce_grid
-from .kernels.sort import Sort, SortSpec, sort_grid
 from .kernels.stage import Stage, StageSpec, stage_grid
 from .kernels.token_back import TokenBack, TokenBackSpec
 from .weights import ExpertWeights
@@ -65,7 +64,7 @@ def check_knobs(cfg: MoEConfig, world_size: int, knobs: Knobs) -> None:
 
 
 class RankForward:
-    """Launches the eight kernels of a forward on one rank. Compiling happens in the constructor only."""
+    """Launches the seven kernels of a forward on one rank. Compiling happens in the constructor only."""
 
     def __init__(
         self,
@@ -88,7 +87,6 @@ class RankForward:
             pre: build.build(Stage(StageSpec.from_config(cfg, world_size, prequantized=pre, check_routes=check_routes)))
             for pre in (False, True)
         }
-        self._sort = build.build(Sort(SortSpec.from_config(cfg, world_size)))
         self._exchange = build.build(Exchange(ExchangeSpec.from_config(cfg, world_size, faults)))
         self._pull = build.build(Pull(PullSpec.from_config(cfg, world_size, knobs, faults)))
         self._fc1 = build.build(FC1(FC1Spec.from_config(cfg, local, knobs)))
@@ -110,12 +108,9 @@ class RankForward:
         self._head = (deltas, rank)
         self._x_scale = x_scale
         self._stage_out = (at["x"], at["ids"], at["weights"], at["send_counts"], at["send_cursors"], timeout_ns)
-        self._sort_args = (
-            *(at["ids"], at["weights"], at["send_counts"], at["send_cursors"]),
-            *(at["send_start"], at["sorted"]),
-        )
+        self._exchange_head = (deltas, rank, layer)
         self._exchange_args = (
-            *(deltas, rank, layer, at["send_counts"], at["send_start"], at["sorted"]),
+            *(at["ids"], at["weights"], at["send_counts"], at["send_cursors"], at["send_start"]),
             *(at["counts"], at["lists"], capacity),
         )
         self._pull_args = (
@@ -144,11 +139,11 @@ class RankForward:
             *(call.weights, call.weights_are_bf16, tokens, self._x_scale, *self._stage_out),
             *(stage_grid(cfg.hidden, tokens, cfg.top_k, sms), stream),
         )
+        exchange = (control, *self._exchange_head, tokens, *self._exchange_args)
         reduce = (control, *self._head, tokens, *self._reduce_args, call.y, host)
         return (
             (self._stages[call.prequantized], stage),
-            (self._sort, (control, tokens, *self._sort_args, sort_grid(tokens, cfg.top_k, sms), stream)),
-            (self._exchange, (control, *self._exchange_args, exchange_grid(tokens, cfg.top_k, sms), stream)),
+            (self._exchange, (*exchange, exchange_grid(tokens, cfg.top_k, sms), stream)),
             (self._pull, (control, *self._pull_args, stream)),
             (self._fc1, (*self._fc1_args, stream)),
             (self._fc2, (*self._fc2_args, stream)),

@@ -148,8 +148,8 @@ def local_layout(cfg: MoEConfig, world_size: int) -> Layout:
     """The regions that only this rank touches.
 
     send_counts, send_cursors int32 [2, E] (a forward uses the set of its parity and clears the other);
-    send_start int32 [W + 1] (sorted routes of owner o lie from [o] to [o + 1]);
-    ids int32 and weights fp32 [max_tokens, K] (checked; -1 = masked); sorted int64 [max_tokens * K];
+    send_start int32 [W + 1] (live routes to the owners before o: exchange writes it, reduce reads whom to wait for);
+    ids int32 and weights fp32 [max_tokens, K] (checked; -1 = masked);
     expert_start int32 [E_local + 1]; pool_x, pool_act row records; pool_meta int64, pool_weight fp32,
     pool_y bf16 [rows, H], each of pool_capacity rows.
     """
@@ -161,7 +161,6 @@ def local_layout(cfg: MoEConfig, world_size: int) -> Layout:
             "send_start": (world_size + 1) * 4,
             "ids": routes * 4,
             "weights": routes * 4,
-            "sorted": routes * 8,
             "expert_start": (cfg.experts_local(world_size) + 1) * 4,
             "pool_x": rows * input_format(cfg).pitch,
             "pool_meta": rows * 8,

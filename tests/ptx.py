@@ -11,17 +11,18 @@ from megamoe.kernels.fc2 import FC2Spec
 from megamoe.kernels.pull import PullSpec
 from megamoe.kernels.reduce import ReduceSpec
 from megamoe.kernels.report import CompileReport
-from megamoe.kernels.sort import SortSpec
 from megamoe.kernels.stage import StageSpec
 from megamoe.kernels.token_back import TokenBackSpec
 
 REGISTER_FILE = 65536
 """32-bit registers of an SM (CUDA C programming guide, compute capabilities)."""
 
+PUBLISHES = r"fence\.acq_rel\.sys(?s:.)*atom\.acq_rel\.gpu(?s:.)*fence\.acq_rel\.sys(?s:.)*st\.relaxed\.sys"
+"""Data, fence, the CTA counter, fence, flag: control.publish."""
+
 WANTED: dict[type, tuple[str, ...]] = {
     StageSpec: (r"red\.\S*add", r"mov\.u64\s+%rd\d+, %globaltimer"),
-    SortSpec: (r"atom\.\S*add",),
-    ExchangeSpec: (r"st\.release\.sys", r"fence\.acq_rel\.sys"),
+    ExchangeSpec: (r"atom\.\S*gpu\.\S*add", r"atom\.shared\.add", PUBLISHES),
     PullSpec: (
         r"ld\.acquire\.sys",
         r"cp\.async\.bulk\.shared\S*\.global\.mbarrier",
@@ -34,8 +35,7 @@ WANTED: dict[type, tuple[str, ...]] = {
         r"cp\.async\.bulk\.global\.shared",
         r"cp\.async\.bulk\.wait_group 0",
         r"fence\.proxy\.async",
-        r"fence\.acq_rel\.sys",
-        r"st\.release\.sys",
+        PUBLISHES,
     ),
     ReduceSpec: (r"ld\.acquire\.sys", r"add\.rn\.f32|add\.f32", r"cvt\.rn\.bf16x2\.f32"),
 }

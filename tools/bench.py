@@ -6,7 +6,7 @@
 
 Sections (--what, a comma list; default: those that fit the number of ranks):
 ceilings  HBM read and copy, dense FP8 GEMM, reads and writes of a peer GPU (always measured: floors need them)
-stages    each of the eight kernels inside whole forwards, events between the launches
+stages    each of the seven kernels inside whole forwards, events between the launches
 link      the same with every route remote and 64 MB and more a rank: pull and token_back over NVLink, alone and
           four times in a row
 gemm      fc1 and fc2 alone, 1 to 4096 rows on each of up to 32 experts (--what fc1,fc2: one of them)

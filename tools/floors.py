@@ -88,23 +88,21 @@ def gemm_costs(cfg: MoEConfig, rows: int, experts_hit: int) -> dict[str, Cost]:
 
 
 def stage_costs(cfg: MoEConfig, t: Traffic) -> dict[str, Cost]:
-    """Costs of the eight kernels of a forward, in launch order, for int32 ids and fp32 weights.
+    """Costs of the seven kernels of a forward, in launch order, for int32 ids and fp32 weights.
 
-    stage: bf16 tokens read, records written; ids and weights read and written. sort: ids and weights read, a
-    word a route written. exchange: words read and written. pull moves rows of row_bytes; memory also holds at
+    stage: bf16 tokens read, records written; ids and weights read and written. exchange: ids and
+    weights read, a word a live route written at its owner. pull moves rows of row_bytes; memory also holds at
     least one read of each token, the list words, and 12 bytes written a row. token_back moves bf16 rows;
     memory also takes the slots that come back here. reduce: live slots and ids read, y written.
     """
     record, y = wire.input_format(cfg).row_bytes, 2 * cfg.hidden
     routes = t.tokens * cfg.top_k
     stage = t.tokens * (y + record) + 16 * routes
-    sort = 8 * routes + 8 * t.sent
     pulled, returned = t.rows * record, t.rows * y
     reduce = (t.sent + t.tokens) * y + 4 * routes
     return {
         "stage": Cost(stage, stage),
-        "sort": Cost(sort, sort),
-        "exchange": Cost(8 * t.sent, 8 * (t.sent + t.rows), 8 * t.sent_remote, pushed=True),
+        "exchange": Cost(8 * (routes + t.sent), 8 * (routes + t.rows), 8 * t.sent_remote, pushed=True),
         "pull": Cost(pulled, pulled + t.tokens * record + 20 * t.rows, t.rows_remote * record),
         **gemm_costs(cfg, t.rows, t.experts_hit),
         "token_back": Cost(returned, returned + t.sent * y, t.rows_remote * y, pushed=True),

@@ -123,7 +123,7 @@ def steps_in_turns(sets: Sequence[Sequence[Launch]]) -> list[Launch]:
 
 
 def steps(b: Bench, moe: MegaMoE, made: inputs.Problem) -> list[Launch]:
-    """The eight launches of a forward into made.ys, one by one. On a virtual world each launches the kernel of
+    """The seven launches of a forward into made.ys, one by one. On a virtual world each launches the kernel of
     every rank on its stream, between a fork from the current stream and a join."""
     of_rank = [
         moe.steps(rank, made.xs[index], made.ids[index], made.weights[index], made.ys[index])

@@ -7,7 +7,7 @@ latency  time of a forward over T, both axes logarithmic, with the floor and the
 floor    the same time over its floor
 speedup  each peer's time over megamoe's
 gemm     TFLOPS of fc1 and fc2 over rows per expert, with a dense GEMM and the floor
-stages   share of each of the eight kernels in their sum over T
+stages   share of each kernel in their sum over T
 
 Each setting (GPU, W, shape, number format, accumulation, knobs, routing) gets its own files, FIGURE-SETTING.png and
 .svg. Rows name who was measured in `impl`; without it they are megamoe's. Of several rows of a point the last one is
@@ -31,7 +31,7 @@ from records import OURS, Row, impl, points
 Figure = panels.Figure
 
 KERNELS = ("stage", "sort", "exchange", "pull", "fc1", "fc2", "token_back", "reduce")
-"""The stages of a forward in launch order."""
+"""The kernels of a forward in launch order. sort is part of exchange since, but older rows have it."""
 
 TOKENS = "tokens on each rank, T"
 LINES = {"block": "-", "tensor": ":"}
@@ -154,18 +154,19 @@ def gemm(rows: Sequence[Row], mode: str = "eager") -> Figure | None:
 
 
 def stages(rows: Sequence[Row], mode: str = "eager") -> Figure | None:
-    """Shares of the eight kernels in their sum, a stacked bar for each T, a panel for each scale mode."""
+    """Shares of the kernels in their sum, a stacked bar for each T, a panel for each scale mode."""
     drawn = [row for row in records.timed(rows, "stages") if impl(row) == OURS and row["name"] in KERNELS]
     if not drawn:
         return None
+    kernels = [name for name in KERNELS if any(row["name"] == name for row in drawn)]
     parts = records.by_scale(drawn)
     fig, axes = panels.canvas([f"{scale} scales" for scale in parts], right=1.5)
     for ax, part in zip(axes, parts.values()):
         us = {(row["T"], row["name"]): row["us"] for row in part}
         sizes = sorted({tokens for tokens, _ in us})
-        totals = [sum(us.get((tokens, name), 0.0) for name in KERNELS) for tokens in sizes]
+        totals = [sum(us.get((tokens, name), 0.0) for name in kernels) for tokens in sizes]
         base = [0.0] * len(sizes)
-        for name in KERNELS:
+        for name in kernels:
             share = [100 * us.get((tokens, name), 0.0) / total for tokens, total in zip(sizes, totals)]
             panels.bars(ax, base, share, FILLS[name], name)
             base = [low + height for low, height in zip(base, share)]

@@ -1,6 +1,6 @@
 """Device code, and each kernel as a plain function on torch tensors.
 
-stage, sort, exchange, pull, fc1, fc2, token_back, reduce run one kernel alone; pack_rows and unpack_rows
+stage, exchange, pull, fc1, fc2, token_back, reduce run one kernel alone; pack_rows and unpack_rows
 convert between (codes, scales) and row records; wire.py describes the layouts. Importing this package
 imports CuTeDSL; `import megamoe` alone does not.
 """
@@ -23,21 +23,18 @@ from .fc2 import fc2
 from .rows import pack_rows, unpack_rows
 from .standalone import (
     Pool,
-    Sorted,
     Staged,
     exchange,
     fresh_control,
     peer_deltas,
     pull,
     reduce,
-    sort,
     stage,
     token_back,
 )
 
 __all__ = [
     "Pool",
-    "Sorted",
     "Staged",
     "exchange",
     "fc1",
@@ -47,7 +44,6 @@ __all__ = [
     "peer_deltas",
     "pull",
     "reduce",
-    "sort",
     "stage",
     "token_back",
     "unpack_rows",

@@ -18,11 +18,10 @@ from .fc1 import FC1, FC1Spec
 from .fc2 import FC2, FC2Spec
 from .pull import Pull, PullSpec
 from .reduce import Reduce, ReduceSpec
-from .sort import Sort, SortSpec
 from .stage import Stage, StageSpec
 from .token_back import TokenBack, TokenBackSpec
 
-NAMES = ("stage", "sort", "exchange", "pull", "fc1", "fc2", "token_back", "reduce")
+NAMES = ("stage", "exchange", "pull", "fc1", "fc2", "token_back", "reduce")
 """The kernels, in the order of a forward."""
 
 V3 = dict(hidden=7168, intermediate=2048, num_experts=256, top_k=8, max_tokens=8192)
@@ -66,7 +65,6 @@ def _data_kernels(cfg: MoEConfig, ranks: int, stage_variants: tuple[tuple[bool, 
         variant = " prequantized" * prequantized + " check_routes" * check_routes
         spec = StageSpec.from_config(cfg, ranks, prequantized=prequantized, check_routes=check_routes)
         yield _entry("stage", f"{_number_format(cfg, False)} {where}{variant}", Stage, spec)
-    yield _entry("sort", f"E{cfg.num_experts} W{ranks}", Sort, SortSpec.from_config(cfg, ranks))
     yield _entry("exchange", f"E{cfg.num_experts} W{ranks}", Exchange, ExchangeSpec.from_config(cfg, ranks))
     yield _entry("pull", f"{cfg.scale} {where}", Pull, PullSpec.from_config(cfg, ranks, knobs))
     yield _entry("token_back", where, TokenBack, TokenBackSpec.from_config(cfg, ranks, knobs))
@@ -117,8 +115,8 @@ def shared_bytes(kernel: DeviceKernel) -> int:
         return kernel.smem_bytes
     if isinstance(spec, StageSpec):
         return 4 * spec.num_experts
-    if isinstance(spec, SortSpec):
-        return 4 * (2 * spec.num_experts + 1)
+    if isinstance(spec, ExchangeSpec):
+        return 4 * (4 * spec.num_experts + 1)
     if isinstance(spec, PullSpec):
         experts = spec.experts_local * spec.world_size
         return WARPS * spec.depth * (slot_bytes(spec.row.row_bytes) + 8) + 4 * (2 * experts + 1 + spec.world_size)

@@ -15,9 +15,15 @@ from . import prims
 
 
 @cute.jit
+def ended_epoch(control: Int64) -> Int64:
+    """The number of the last forward that ended."""
+    return prims.ld_i64(control + 8 * wire.EPOCH)
+
+
+@cute.jit
 def running_epoch(control: Int64) -> Int64:
     """The number of the forward in flight: the epoch of the last one that ended, plus one."""
-    return prims.ld_i64(control + 8 * wire.EPOCH) + 1
+    return ended_epoch(control) + 1
 
 
 @cute.jit
@@ -74,16 +80,19 @@ def abort_all(
 
 
 @cute.jit
-def wait_flag(flag: Int64, epoch: Int64, control: Int64, deadline: Int64):
-    """Poll `flag` until it holds `epoch` or later, an abort, or the deadline.
+def wait_flag(flag: Int64, seen: Int64, epoch: Int64, control: Int64):
+    """Poll `flag`, acquired at system scope, until it holds `epoch` or later, an abort, or the deadline.
 
-    Returns (seen, timed_out): seen >= epoch is success; timed_out is set only when the deadline passed
-    without an abort, and then the caller must abort_all. Acquires at system scope.
+    seen: the flag's value when the caller first acquired it, which it may do before it knows the epoch. Returns
+    (seen, timed_out): seen >= epoch is success; timed_out is set only when the deadline passed without an abort,
+    and then the caller must abort_all.
     """
-    seen = prims.ld_acquire_sys(flag)
     timed_out = Boolean(False)
     stop = Boolean(False)
     polls = Int32(0)
+    deadline = Int64(0)
+    if seen < epoch:
+        deadline = prims.ld_i64(control + 8 * wire.DEADLINE)
     while seen < epoch and not stop:
         if polls > 64:
             prims.nanosleep(Int32(100))
@@ -109,3 +118,27 @@ def arrive_last(counter: Int64, ctas: Int32) -> Boolean:
     if last:
         prims.st_i64(counter, Int64(0))
     return last
+
+
+@cute.jit
+def publish(
+    control: Int64,
+    deltas: Int64,
+    world_size: cutlass.Constexpr,
+    counter: Int64,
+    ctas: Int32,
+    flag: Int64,
+    epoch: Int64,
+):
+    """One thread a CTA, after a barrier: the last of `ctas` stores `epoch` in `flag` of every peer, unless aborted.
+
+    Fence, counter, fence and then relaxed stores are a release of what every CTA wrote. A release store a peer would
+    each fence again and wait for the one before: at W = 8 that is eight round trips over the link.
+    """
+    away = [delta_of(deltas, Int32(peer)) for peer in range(world_size)]
+    prims.fence_sys()
+    if arrive_last(counter, ctas):
+        prims.fence_sys()
+        if not aborted(control):
+            for peer in cutlass.range_constexpr(world_size):
+                prims.st_relaxed_sys(flag + away[peer], epoch)

@@ -1,12 +1,18 @@
-"""Exchange: copy each owner's run of the sorted routes, and its counts, into that owner's arena; publish."""
+"""Exchange: order the live routes by (owner, local expert) straight into the owners' arenas, with counts; publish.
+
+A launch of its own after stage: it needs the counts of every CTA of stage, and a grid-wide barrier inside one
+launch would need all CTAs resident.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
+import cutlass.memory
 from cutlass import Int32, Int64
 
 from .. import wire
@@ -14,14 +20,18 @@ from ..config import MoEConfig
 from . import control as ctl
 from . import prims
 from .faults import NO_FAULTS, Faults, random_delay
+from .routes import pack_word, scan_exclusive
 
 THREADS = 256
+PER_THREAD = 8
+CHUNK = THREADS * PER_THREAD
 
 
 @dataclass(frozen=True)
 class ExchangeSpec:
     """What the exchange kernel compiles in."""
 
+    top_k: int
     experts_local: int
     world_size: int
     faults: Faults = NO_FAULTS
@@ -29,59 +39,139 @@ class ExchangeSpec:
     @classmethod
     def from_config(cls, cfg: MoEConfig, world_size: int, faults: Faults = NO_FAULTS) -> ExchangeSpec:
         """The spec of a config."""
-        return cls(cfg.experts_local(world_size), world_size, faults)
+        return cls(cfg.top_k, cfg.experts_local(world_size), world_size, faults)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of all ranks."""
+        return self.experts_local * self.world_size
 
 
 def exchange_grid(tokens: int, top_k: int, num_sms: int) -> int:
-    """CTAs of a launch: four routes a thread; at least one."""
-    return min(max(-(-tokens * top_k // (4 * THREADS)), 1), num_sms)
+    """CTAs of a launch: one a chunk of routes; at least one, which sends the counts also at T = 0."""
+    return min(max(-(-tokens * top_k // CHUNK), 1), num_sms)
+
+
+class Places(NamedTuple):
+    """Shared memory of place_chunk, by address: starts int32 [E + 1], hist int32 [E], targets int64 [E]."""
+
+    starts: Int32
+    hist: Int32
+    targets: Int32
 
 
 @cute.jit
-def send_lists(
-    spec: cutlass.Constexpr,
-    deltas: Int64,
-    slot_source: Int64,
-    layer: Int32,
-    counts_set: Int64,
-    send_start: Int64,
-    ordered: Int64,
-    counts: Int64,
-    lists: Int64,
-    list_capacity: Int32,
-    worker: Int32,
-    workers: Int32,
-):
-    """Store this rank's lists at their owners with `workers` threads, of which this is `worker`.
+def make_places(spec: cutlass.Constexpr) -> Places:
+    """Allocate them."""
+    smem = cutlass.memory.SmemAllocator()
+    targets = prims.smem_addr(smem.allocate_array(Int64, spec.num_experts, byte_alignment=8))
+    starts = prims.smem_addr(smem.allocate_array(Int32, spec.num_experts + 1))
+    hist = prims.smem_addr(smem.allocate_array(Int32, spec.num_experts))
+    return Places(starts, hist, targets)
 
-    slot_source: slot * W + rank, which list of an owner's arena is ours. Does not publish.
+
+@cute.jit
+def send_counts(
+    spec: cutlass.Constexpr, places: Places, counted: list, away: list, layer: Int32, counts_out: Int64, start: Int64
+):
+    """One CTA: store counted[i], of expert tid + i * THREADS, at its owner (away[i] bytes away), the headers, and
+    send_start (start), which needs the sums in places.starts."""
+    tid, _, _ = cute.arch.thread_idx()
+    for i in cutlass.range_constexpr(len(counted)):
+        expert = tid + i * THREADS
+        if expert < spec.num_experts:
+            local = expert % spec.experts_local
+            prims.st_i32(counts_out + away[i] + (wire.HEADER + local) * 4, counted[i])
+            if local == 0:
+                prims.st_i32(counts_out + away[i] + wire.HEADER_LAYER * 4, layer)
+    if tid <= spec.world_size:
+        prims.st_i32(start + tid * 4, prims.smem_ld(places.starts + tid * (spec.experts_local * 4)))
+
+
+@cute.jit
+def send_chunk(
+    spec: cutlass.Constexpr,
+    places: Places,
+    first: Int32,
+    routes: Int32,
+    ids: Int64,
+    weights: Int64,
+    counts: Int64,
+    cursors: Int64,
+    deltas: Int64,
+    layer: Int32,
+    counts_out: Int64,
+    list_out: Int64,
+    send_start: Int64,
+):
+    """One CTA: store routes first .. first + CHUNK - 1 at their owners; with first == 0 also counts and headers.
+
+    counts, cursors int32 [E]: this forward's set. counts_out, list_out: where this rank's counts and list of the
+    epoch's slot lie in its own arena, and deltas[owner] bytes further in an owner's. Does not publish. Order
+    within an expert is that of integer atomics and differs from run to run; no result depends on it.
     """
-    pitch = wire.counts_pitch(spec.experts_local)
-    experts = spec.experts_local * spec.world_size
-    starts = [prims.ld_i32(send_start + 4 * o) for o in range(spec.world_size + 1)]
-    for route in range(worker, starts[-1], workers):
-        owner = Int32(0)
-        first = Int32(0)
-        for o in cutlass.range_constexpr(1, spec.world_size):
-            if route >= starts[o]:
-                owner = Int32(o)
-                first = starts[o]
-        at = lists + (slot_source * list_capacity + (route - first)) * 8
-        prims.st_i64(at + ctl.delta_of(deltas, owner), prims.ld_i64(ordered + Int64(route) * 8))
-    for expert in range(worker, experts, workers):
-        owner = expert // spec.experts_local
-        at = counts + (slot_source * pitch + wire.HEADER + (expert - owner * spec.experts_local)) * 4
-        prims.st_i32(at + ctl.delta_of(deltas, owner), prims.ld_i32(counts_set + Int64(expert) * 4))
-    if worker < spec.world_size:
-        header = counts + slot_source * pitch * 4 + ctl.delta_of(deltas, worker)
-        prims.st_i32(header + 4 * wire.HEADER_LAYER, layer)
+    experts = spec.num_experts
+    tid, _, _ = cute.arch.thread_idx()
+    counted, away, mine, bits = [], [], [], []
+    for i in cutlass.range_constexpr(-(-experts // THREADS)):  # all loads first, so that they overlap
+        expert = tid + i * THREADS
+        count, delta = Int32(0), Int64(0)
+        if expert < experts:
+            count = prims.ld_i32(counts + expert * 4)
+            delta = ctl.delta_of(deltas, expert // spec.experts_local)
+        counted.append(count)
+        away.append(delta)
+    for i in cutlass.range_constexpr(PER_THREAD):
+        route = first + i * THREADS + tid
+        expert, weight = Int32(-1), Int32(0)
+        if route < routes:
+            expert = prims.ld_i32(ids + Int64(route) * 4)
+            weight = prims.ld_i32(weights + Int64(route) * 4)
+        mine.append(expert)
+        bits.append(weight)
+    for i in cutlass.range_constexpr(-(-experts // THREADS)):
+        expert = tid + i * THREADS
+        if expert < experts:
+            prims.smem_st(places.starts + expert * 4, counted[i])
+            prims.smem_st(places.hist + expert * 4, Int32(0))
+    cute.arch.sync_threads()
+    ranks = []
+    for i in cutlass.range_constexpr(PER_THREAD):
+        place = Int32(0)
+        if mine[i] >= 0:
+            place = prims.smem_add(places.hist + mine[i] * 4, Int32(1))
+        ranks.append(place)
+    if tid < 32:
+        scan_exclusive(places.starts, experts)
+    cute.arch.sync_threads()
+    if first == 0:
+        send_counts(spec, places, counted, away, layer, counts_out, send_start)
+    for i in cutlass.range_constexpr(-(-experts // THREADS)):
+        expert = tid + i * THREADS
+        if expert < experts:
+            here = prims.smem_ld(places.hist + expert * 4)
+            if here > 0:
+                owner_first = expert // spec.experts_local * spec.experts_local
+                place = prims.smem_ld(places.starts + expert * 4) - prims.smem_ld(places.starts + owner_first * 4)
+                place += prims.atom_add_i32(cursors + expert * 4, here)
+                prims.smem_st_i64(places.targets + expert * 8, list_out + Int64(place) * 8 + away[i])
+    cute.arch.sync_threads()
+    for i in cutlass.range_constexpr(PER_THREAD):
+        if mine[i] >= 0:
+            at = prims.smem_ld_i64(places.targets + mine[i] * 8) + Int64(ranks[i]) * 8
+            prims.st_i64(at, pack_word(first + i * THREADS + tid, bits[i]))
+    cute.arch.sync_threads()
 
 
 class Exchange:
-    """ARGS: control, deltas; rank, layer; send_counts, send_start, sorted; counts, lists (arena);
-    list_capacity (words of one list: max_tokens * K); grid."""
+    """ARGS: control, deltas; rank, layer, tokens; ids, weights (clean), send_counts, send_cursors, send_start;
+    counts, lists (arena); list_capacity (words of one list: max_tokens * K); grid."""
 
-    ARGS = (Int64, Int64, Int32, Int32, Int64, Int64, Int64, Int64, Int64, Int32, Int32)
+    ARGS = (
+        *(Int64, Int64, Int32, Int32, Int32),
+        *(Int64, Int64, Int64, Int64, Int64),
+        *(Int64, Int64, Int32, Int32),
+    )
 
     def __init__(self, spec: ExchangeSpec) -> None:
         self.spec = spec
@@ -93,14 +183,18 @@ class Exchange:
         deltas: Int64,
         rank: Int32,
         layer: Int32,
+        tokens: Int32,
+        ids: Int64,
+        weights: Int64,
         send_counts: Int64,
+        send_cursors: Int64,
         send_start: Int64,
-        ordered: Int64,
         counts: Int64,
         lists: Int64,
         list_capacity: Int32,
     ):
         spec = self.spec
+        places = make_places(spec)
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -108,29 +202,19 @@ class Exchange:
         slot = Int32(epoch & 1)
         random_delay(spec.faults)
         if ctl.cta_aborted(control) == 0:
-            send_lists(
-                spec,
-                deltas,
-                Int64(slot * spec.world_size + rank),
-                layer,
-                send_counts + Int64(slot) * (spec.experts_local * spec.world_size * 4),
-                send_start,
-                ordered,
-                counts,
-                lists,
-                list_capacity,
-                block * THREADS + tid,
-                grid * THREADS,
-            )
+            this_set = Int64(slot) * (spec.num_experts * 4)
+            slot_source = Int64(slot * spec.world_size + rank)
+            routes = tokens * spec.top_k
+            for first in range(block * CHUNK, cutlass.max(routes, 1), grid * CHUNK):
+                send_chunk(
+                    *(spec, places, first, routes, ids, weights, send_counts + this_set, send_cursors + this_set),
+                    *(deltas, layer, counts + slot_source * (wire.counts_pitch(spec.experts_local) * 4)),
+                    *(lists + slot_source * list_capacity * 8, send_start),
+                )
         cute.arch.sync_threads()
         if tid == 0:
-            prims.fence_sys()
-            if ctl.arrive_last(control + 8 * wire.DONE_EXCHANGE, grid):
-                prims.fence_sys()
-                if not ctl.aborted(control):
-                    flag = control + 8 * (Int64(wire.list_flag(0, 0)) + slot * wire.MAX_RANKS + rank)
-                    for owner in cutlass.range_constexpr(spec.world_size):
-                        prims.st_release_sys(flag + ctl.delta_of(deltas, Int32(owner)), epoch)
+            flag = control + 8 * (Int64(wire.list_flag(0, 0)) + slot * wire.MAX_RANKS + rank)
+            ctl.publish(control, deltas, spec.world_size, control + 8 * wire.DONE_EXCHANGE, grid, flag, epoch)
 
     @cute.jit
     def __call__(
@@ -139,9 +223,12 @@ class Exchange:
         deltas: Int64,
         rank: Int32,
         layer: Int32,
+        tokens: Int32,
+        ids: Int64,
+        weights: Int64,
         send_counts: Int64,
+        send_cursors: Int64,
         send_start: Int64,
-        ordered: Int64,
         counts: Int64,
         lists: Int64,
         list_capacity: Int32,
@@ -149,5 +236,6 @@ class Exchange:
         stream: cuda.CUstream,
     ):
         self.exchange_kernel(
-            control, deltas, rank, layer, send_counts, send_start, ordered, counts, lists, list_capacity
-        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream)
+            *(control, deltas, rank, layer, tokens, ids, weights, send_counts, send_cursors, send_start),
+            *(counts, lists, list_capacity),
+        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)

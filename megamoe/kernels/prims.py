@@ -352,6 +352,18 @@ def smem_st(addr: Int32, value: Int32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def smem_ld_i64(addr: Int32, *, loc=None, ip=None) -> Int64:
+    """Load an int64 from shared memory."""
+    return _asm("ld.shared.b64 $0, [$1];", ["i64"], [Int32(addr)], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def smem_st_i64(addr: Int32, value: Int64, *, loc=None, ip=None) -> None:
+    """Store an int64 to shared memory."""
+    _asm("st.shared.b64 [$0], $1;", [], [Int32(addr), Int64(value)], loc=loc, ip=ip)
+
+
+@dsl_user_op
 def smem_add(addr: Int32, value: Int32, *, loc=None, ip=None) -> Int32:
     """Atomic add in shared memory; returns the old value."""
     return _asm("atom.shared.add.s32 $0, [$1], $2;", ["i32"], [Int32(addr), Int32(value)], loc=loc, ip=ip)

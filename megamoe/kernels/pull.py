@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Boolean, Int32, Int64
+from cutlass import Int32, Int64
 
 from .. import wire
 from ..config import Knobs, MoEConfig
@@ -42,27 +42,41 @@ class PullSpec:
 
 
 @cute.jit
-def wait_lists(spec: cutlass.Constexpr, control: Int64, deltas: Int64, rank: Int32, epoch: Int64) -> Int32:
-    """The CTA: wait for all W lists of this epoch; 1 in every thread when they are there and nobody aborted."""
+def look_at_lists(control: Int64) -> Int64:
+    """What can be read before the epoch is known, in one load: lane slot * MAX_RANKS + source acquires the flag of
+    that list, lane 2 * MAX_RANKS the abort word."""
     tid, _, _ = cute.arch.thread_idx()
+    seen = Int64(0)
+    if tid <= 2 * wire.MAX_RANKS:
+        word = wire.LIST_FLAG + tid
+        if tid == 2 * wire.MAX_RANKS:
+            word = Int32(wire.ABORT)
+        seen = prims.ld_acquire_sys(control + 8 * Int64(word))
+    return seen
+
+
+@cute.jit
+def wait_lists(spec: cutlass.Constexpr, control: Int64, deltas: Int64, rank: Int32, epoch: Int64, seen: Int64) -> Int32:
+    """The CTA: wait for all W lists of this epoch; 1 in every thread when they are there and nobody aborted.
+
+    seen: what look_at_lists found.
+    """
+    tid, _, _ = cute.arch.thread_idx()
+    source = tid % wire.MAX_RANKS
     failed = Int32(0)
-    if tid < spec.world_size:
-        flag = control + 8 * (wire.LIST_FLAG + Int64(epoch & 1) * wire.MAX_RANKS + tid)
-        deadline = prims.ld_i64(control + 8 * wire.DEADLINE)
-        seen = epoch
-        timed_out = Boolean(False)
-        if cutlass.const_expr(not spec.faults.skip_list_wait):
-            seen, timed_out = ctl.wait_flag(flag, epoch, control, deadline)
-        if timed_out:
-            ctl.abort_all(
-                *(control, deltas, spec.world_size, rank, Cause.TIMEOUT, Phase.PULL),
-                *(tid, Int32(-1), epoch, seen, epoch),
-            )
-        if seen < epoch:
-            failed = Int32(1)
-    elif tid == 32:  # another warp, so that the two loads overlap
-        if ctl.aborted(control):
-            failed = Int32(1)
+    if tid == 2 * wire.MAX_RANKS and seen != 0:
+        failed = Int32(1)
+    if cutlass.const_expr(not spec.faults.skip_list_wait):
+        if tid // wire.MAX_RANKS == Int32(epoch & 1) and source < spec.world_size:
+            flag = control + 8 * (wire.LIST_FLAG + Int64(tid))
+            seen, timed_out = ctl.wait_flag(flag, seen, epoch, control)
+            if timed_out:
+                ctl.abort_all(
+                    *(control, deltas, spec.world_size, rank, Cause.TIMEOUT, Phase.PULL),
+                    *(source, Int32(-1), epoch, seen, epoch),
+                )
+            if seen < epoch:
+                failed = Int32(1)
     return 1 - prims.cta_any(failed)
 
 
@@ -92,13 +106,22 @@ def lay_out_pool(
     if tid < ranks:
         at = lists + Int64(tid) * (wire.counts_pitch(spec.experts_local) * 4)
         header = prims.ld_i32(at + 4 * wire.HEADER_LAYER)
-    for i in range(tid, spec.experts_local * ranks, THREADS):
-        expert = i // ranks
-        source = i - expert * ranks
-        at = lists + Int64(source * wire.counts_pitch(spec.experts_local) + wire.HEADER + expert) * 4
-        count = prims.ld_i32(at)
-        prims.smem_st(segments + i * 4, count)
-        prims.smem_st(offsets + (source * width + expert) * 4, count)
+    counted = []
+    for i in cutlass.range_constexpr(-(-spec.experts_local * ranks // THREADS)):  # all loads, then all stores
+        entry, count = tid + i * THREADS, Int32(0)
+        if entry < spec.experts_local * ranks:
+            expert = entry // ranks
+            source = entry - expert * ranks
+            at = lists + Int64(source * wire.counts_pitch(spec.experts_local) + wire.HEADER + expert) * 4
+            count = prims.ld_i32(at)
+        counted.append(count)
+    for i in cutlass.range_constexpr(len(counted)):
+        entry = tid + i * THREADS
+        if entry < spec.experts_local * ranks:
+            expert = entry // ranks
+            source = entry - expert * ranks
+            prims.smem_st(segments + entry * 4, counted[i])
+            prims.smem_st(offsets + (source * width + expert) * 4, counted[i])
     if cutlass.const_expr(not spec.faults.skip_list_wait):  # else the header may be anything
         if header != layer:
             failed = Int32(1)
@@ -201,11 +224,13 @@ class Pull:
         offsets = prims.smem_addr(smem.allocate_array(Int32, experts + spec.world_size))
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        epoch = ctl.running_epoch(control)
-        slot = Int64(epoch & 1)
+        ended = ctl.ended_epoch(control)
         random_delay(spec.faults)
+        seen = look_at_lists(control)
+        epoch = ended + 1  # not earlier: the sum would wait for its load before the others go out
+        slot = Int64(epoch & 1)
         total = Int32(0)
-        if wait_lists(spec, control, deltas, rank, epoch) != 0:
+        if wait_lists(spec, control, deltas, rank, epoch, seen) != 0:
             total = lay_out_pool(spec, control, deltas, rank, layer, epoch, counts, segments, offsets)
             if total > pool_rows:
                 if tid == 0:
@@ -214,13 +239,13 @@ class Pull:
                         *(rank, Int32(-1), Int64(pool_rows), Int64(total), epoch),
                     )
                 total = Int32(0)
+        prims.fence_proxy_async()  # ahead of the stores, so that it has none to wait for
         if block == 0:
             for expert in range(tid, spec.experts_local + 1, THREADS):
                 first = Int32(0)
                 if total > 0:
                     first = prims.smem_ld(segments + expert * (spec.world_size * 4))
                 prims.st_i32(expert_start + expert * 4, first)
-        prims.fence_proxy_async()
         self.pull_rows(
             *(ring, deltas, slot, segments, offsets, total, lists, list_capacity),
             *(x_rows, pool_x, pool_meta, pool_weight),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from .. import wire
 from ..config import MoEConfig
@@ -43,21 +43,41 @@ def reduce_grid(hidden: int, tokens: int, num_sms: int) -> int:
 
 
 @cute.jit
+def look_at_owners(spec: cutlass.Constexpr, control: Int64, send_start: Int64):
+    """What can be read before the epoch is known: (seen, sent).
+
+    seen: lane o has acquired the return flag of owner o, lane MAX_RANKS the abort word. sent: how many routes o got.
+    """
+    tid, _, _ = cute.arch.thread_idx()
+    seen, sent = Int64(0), Int32(0)
+    if tid <= wire.MAX_RANKS:
+        first, end = Int32(0), Int32(0)
+        if tid < spec.world_size:
+            first, end = prims.ld_i32(send_start + tid * 4), prims.ld_i32(send_start + tid * 4 + 4)
+        word = wire.RETURN_FLAG + tid
+        if tid == wire.MAX_RANKS:
+            word = Int32(wire.ABORT)
+        seen = prims.ld_acquire_sys(control + 8 * Int64(word))
+        sent = end - first
+    return seen, sent
+
+
+@cute.jit
 def wait_owners(
-    spec: cutlass.Constexpr, control: Int64, deltas: Int64, rank: Int32, send_start: Int64, epoch: Int64
+    spec: cutlass.Constexpr, control: Int64, deltas: Int64, rank: Int32, epoch: Int64, seen: Int64, sent: Int32
 ) -> Int32:
-    """The CTA: wait for the return flag of every owner that got a route from us; 1 in each thread on success."""
+    """The CTA: wait for the return flag of every owner that got a route from us; 1 in each thread on success.
+
+    seen, sent: what look_at_owners found.
+    """
     tid, _, _ = cute.arch.thread_idx()
     failed = Int32(0)
-    if ctl.aborted(control):
+    if tid == wire.MAX_RANKS and seen != 0:
         failed = Int32(1)
-    elif tid < spec.world_size:
-        if prims.ld_i32(send_start + tid * 4 + 4) > prims.ld_i32(send_start + tid * 4):
-            deadline = prims.ld_i64(control + 8 * wire.DEADLINE)
-            seen = epoch
-            timed_out = Boolean(False)
-            if cutlass.const_expr(not spec.faults.skip_return_wait):
-                seen, timed_out = ctl.wait_flag(control + 8 * (wire.RETURN_FLAG + Int64(tid)), epoch, control, deadline)
+    if cutlass.const_expr(not spec.faults.skip_return_wait):
+        if sent > 0:
+            flag = control + 8 * (wire.RETURN_FLAG + Int64(tid))
+            seen, timed_out = ctl.wait_flag(flag, seen, epoch, control)
             if timed_out:
                 ctl.abort_all(
                     *(control, deltas, spec.world_size, rank, Cause.TIMEOUT, Phase.REDUCE),
@@ -149,9 +169,11 @@ class Reduce:
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         grid, _, _ = cute.arch.grid_dim()
-        epoch = ctl.running_epoch(control)
+        ended = ctl.ended_epoch(control)
         random_delay(spec.faults)
-        if wait_owners(spec, control, deltas, rank, send_start, epoch) != 0:
+        seen, sent = look_at_owners(spec, control, send_start)
+        epoch = ended + 1  # not earlier: the sum would wait for its load before the others go out
+        if wait_owners(spec, control, deltas, rank, epoch, seen, sent) != 0:
             self.reduce_tokens(tokens, ids, slots, y)
         cute.arch.sync_threads()
         failed = Int32(0)

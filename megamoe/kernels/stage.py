@@ -1,8 +1,4 @@
-"""Stage, first launch: tokens become FP8 row records in the arena; routes are checked and counted.
-
-A second launch (sort.py) orders the routes: it needs the counts of every CTA, and a grid-wide barrier
-inside one launch would need all CTAs resident.
-"""
+"""Stage: tokens become FP8 row records in the arena; routes are checked and counted."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from .exchange import Exchange, ExchangeSpec, exchange_grid
 from .pull import Pull, PullSpec
 from .reduce import Reduce, ReduceSpec, reduce_grid
 from .rows import check, ctas
-from .sort import Sort, SortSpec, sort_grid
 from .stage import Stage, StageSpec, stage_grid
 from .token_back import TokenBack, TokenBackSpec
 
@@ -35,13 +34,6 @@ class Staged(NamedTuple):
     ids: Tensor
     weights: Tensor
     counts: Tensor
-
-
-class Sorted(NamedTuple):
-    """start int32 [W + 1]; words int64 [T * K], of which start[W] are written."""
-
-    start: Tensor
-    words: Tensor
 
 
 class Pool(NamedTuple):
@@ -77,15 +69,14 @@ def _launch(
     world_size: int,
     *args: float,
 ) -> None:
-    """Launch on torch's current stream with (control, deltas, *args), made where None (no deltas for Sort).
+    """Launch on torch's current stream with (control, deltas, *args), made where None.
 
     A control block made here is also read afterwards, which waits for the kernel: an abort raises.
     """
     block = fresh_control(like.device) if control is None else control
     if deltas is None:
         deltas = torch.zeros(world_size, dtype=torch.int64, device=like.device)
-    head = (block.data_ptr(),) if isinstance(kernel, Sort) else (block.data_ptr(), deltas.data_ptr())
-    build.run(kernel, like.device, *head, *args)
+    build.run(kernel, like.device, block.data_ptr(), deltas.data_ptr(), *args)
     if control is None:
         error = wire.abort_in(block.tolist())
         if error is not None:
@@ -140,27 +131,9 @@ def stage(
     return Staged(rows, ids, weights, counts)
 
 
-def sort(
-    cfg: MoEConfig, staged: Staged, *, world_size: int = 1, control: Tensor | None = None, num_sms: int | None = None
-) -> Sorted:
-    """Order a rank's live routes by expert. Words: token * K + k low, fp32 weight bits high."""
-    ids = staged.ids
-    start = torch.zeros(world_size + 1, dtype=torch.int32, device=ids.device)
-    words = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
-    cursors = torch.zeros_like(staged.counts)
-    _launch(
-        *(Sort(SortSpec.from_config(cfg, world_size)), ids, control, None, world_size),
-        *(ids.shape[0], ids.data_ptr(), staged.weights.data_ptr()),
-        *(staged.counts.data_ptr(), cursors.data_ptr(), start.data_ptr(), words.data_ptr()),
-        sort_grid(ids.shape[0], cfg.top_k, ctas(ids, num_sms)),
-    )
-    return Sorted(start, words)
-
-
 def exchange(
     cfg: MoEConfig,
     staged: Staged,
-    ordered: Sorted,
     counts: Tensor,
     lists: Tensor,
     *,
@@ -170,19 +143,25 @@ def exchange(
     control: Tensor | None = None,
     deltas: Tensor | None = None,
     num_sms: int | None = None,
-) -> None:
-    """Send lists to their owners: counts int32 [2, W, counts_pitch] and lists int64 [2, W, capacity] are this
-    rank's arena regions; those of owner o lie deltas[o] bytes away."""
-    tokens = staged.ids.shape[0]
+) -> Tensor:
+    """Order a rank's live routes by expert, at their owners. Returns start int32 [W + 1]: routes to owners before o.
+
+    counts int32 [2, W, counts_pitch] and lists int64 [2, W, capacity] are this rank's arena regions; those of owner o
+    lie deltas[o] bytes away. Words: token * K + k low, fp32 weight bits high.
+    """
+    ids = staged.ids
     check("counts", counts, torch.int32, 2, world_size, wire.counts_pitch(cfg.experts_local(world_size)))
     check("lists", lists, torch.int64, 2, world_size, None)
+    start = torch.zeros(world_size + 1, dtype=torch.int32, device=ids.device)
+    cursors = torch.zeros_like(staged.counts)
     _launch(
         *(Exchange(ExchangeSpec.from_config(cfg, world_size)), counts, control, deltas, world_size),
-        *(rank, layer),
-        *(staged.counts.data_ptr(), ordered.start.data_ptr(), ordered.words.data_ptr()),
+        *(rank, layer, ids.shape[0], ids.data_ptr(), staged.weights.data_ptr()),
+        *(staged.counts.data_ptr(), cursors.data_ptr(), start.data_ptr()),
         *(counts.data_ptr(), lists.data_ptr(), lists.shape[-1]),
-        exchange_grid(tokens, cfg.top_k, ctas(counts, num_sms)),
+        exchange_grid(ids.shape[0], cfg.top_k, ctas(counts, num_sms)),
     )
+    return start
 
 
 def pull(
@@ -260,7 +239,7 @@ def reduce(
 ) -> Tensor:
     """Sum slots bf16 [>= T, K, H] over the live ids int32 [T, K] (-1 = masked) -> bf16 [T, H].
 
-    start: Sorted.start, which owners to wait for; none by default.
+    start: what exchange returned, which owners to wait for; none by default.
     """
     tokens = ids.shape[0]
     check("ids", ids, torch.int32, tokens, cfg.top_k)

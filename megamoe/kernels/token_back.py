@@ -112,13 +112,8 @@ class TokenBack:
         self.return_rows(ring, control, deltas, total, pool_meta, pool_y, slots)
         cute.arch.sync_threads()
         if tid == 0:
-            prims.fence_sys()
-            if ctl.arrive_last(control + 8 * wire.DONE_RETURN, grid):
-                prims.fence_sys()
-                if not ctl.aborted(control):
-                    flag = control + 8 * (wire.RETURN_FLAG + Int64(rank))
-                    for home in cutlass.range_constexpr(spec.world_size):
-                        prims.st_release_sys(flag + ctl.delta_of(deltas, Int32(home)), epoch)
+            flag = control + 8 * (wire.RETURN_FLAG + Int64(rank))
+            ctl.publish(control, deltas, spec.world_size, control + 8 * wire.DONE_RETURN, grid, flag, epoch)
 
     @cute.jit
     def __call__(

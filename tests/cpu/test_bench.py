@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megamoe.comm import VirtualWorld
+from megamoe.forward import STAGES
 from tests.cpu.bench_stand_ins import GB, FakeGemm, FakeLayer, FakePeer, go, install, use, world_of
 
 bench, options, tables, timing = map(importlib.import_module, ("bench", "options", "tables", "timing"))
@@ -33,7 +34,7 @@ def test_dry_run(dry, monkeypatch, tmp_path, capsys, size):
     use(monkeypatch, [FakePeer("torch"), FakePeer("flashinfer_pull", "not here")], [FakeGemm("scaled_mm")])
     rows = go(["--preset", "small", "--tokens", "8,8192"], world_of(size), tmp_path, size)
     assert {row["what"] for row in rows} == {*options.SECTIONS, "gpu"} - LEFT_OUT[size]
-    assert sum(row["what"] == "stages" for row in rows) == 2 * 2 * 8
+    assert sum(row["what"] == "stages" for row in rows) == 2 * 2 * len(STAGES)
     shared = dict(W=size, gpu="stand-in", preset="small", event_pair_us=14.5, world="processes", execution="staged")
     assert all({key: row[key] for key in shared} == shared for row in rows)
     described(rows)
@@ -167,7 +168,7 @@ def test_empty_rank_over_processes(dry, monkeypatch, tmp_path):
 def test_small_batches_rotate_layers(dry, monkeypatch, tmp_path):
     use(monkeypatch)
     go(["--preset", "small", "--what", "stages", "--tokens", "8", "--scale", "block"], world_of(1), tmp_path)
-    assert FakeLayer.calls == {0: 8, 1: 8}
+    assert FakeLayer.calls == {0: len(STAGES), 1: len(STAGES)}
     FakeLayer.calls.clear()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GB, GB))
     rows = go(["--preset", "small", "--what", "e2e", "--tokens", "8", "--scale", "block"], world_of(1), tmp_path)

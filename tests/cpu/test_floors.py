@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 floors, inputs, tables = (importlib.import_module(name) for name in ("floors", "inputs", "tables"))
 
 V3 = MoEConfig(hidden=7168, intermediate=2048, num_experts=256, top_k=8, max_tokens=8192)
-STAGES = ["stage", "sort", "exchange", "pull", "fc1", "fc2", "token_back", "reduce"]
+STAGES = ["stage", "exchange", "pull", "fc1", "fc2", "token_back", "reduce"]
 CEILINGS = floors.Ceilings(hbm_read=4e12, hbm_copy=4.2e12, link_read=330e9, link_write=360e9)
 
 
@@ -44,6 +44,8 @@ def test_costs_of_v3():
     assert list(costs) == STAGES
     record = 7168 + 4 * 56
     assert costs["stage"].moved == 512 * (2 * 7168 + record) + 16 * 4096
+    assert costs["exchange"].moved == costs["exchange"].hbm == 16 * 4096
+    assert costs["exchange"].link == 8 * 2048 and costs["exchange"].pushed
     assert costs["pull"].moved == 4096 * record
     assert costs["pull"].link == 2048 * record and not costs["pull"].pushed
     assert costs["token_back"].moved == 4096 * 2 * 7168

@@ -165,6 +165,8 @@ def test_stages_add_up(rows):
     assert [sum(heights) for heights in zip(*layers.values())] == pytest.approx([100, 100])
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["8", "32,768"]
     assert {"730 µs", "29.2 ms"} <= {text.get_text() for text in ax.texts}
+    (ax,) = plot.stages([row for row in rows if row["name"] != "sort"]).axes
+    assert [bars.get_label() for bars in ax.containers] == [name for name in plot.KERNELS if name != "sort"]
 
 
 def test_settings_get_their_own_files(rows, tmp_path):

@@ -1,4 +1,4 @@
-"""stage, sort, exchange, pull, token_back, reduce, each alone against torch, on poisoned buffers."""
+"""stage, exchange, pull, token_back, reduce, each alone against torch, on poisoned buffers."""
 
 import math
 
@@ -81,18 +81,58 @@ def test_stage_cleans_and_counts(ids_dtype, weights_dtype):
     assert not staged.counts[0].any()
 
 
-def words_of(staged, cfg):
-    """The set of (expert, route, weight bits) that a sorted list must hold."""
-    flat = staged.ids.flatten()
-    routes = (flat >= 0).nonzero().flatten()
-    bits = staged.weights.flatten()[routes].view(torch.int32)
-    return sorted(zip(flat[routes].tolist(), routes.tolist(), bits.tolist()))
-
-
 def unpack(words):
     """(low, high) int32 halves."""
     halves = words.view(torch.int32).view(-1, 2)
     return halves[:, 0], halves[:, 1]
+
+
+def make_arenas(cfg, world_size, ready=True):
+    """W arenas full of 0xFF bytes with fresh_control(ready=ready): their regions by name, and every rank's deltas."""
+    layout, local = wire.arena_layout(cfg, world_size), cfg.experts_local(world_size)
+    arenas = [torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(world_size)]
+
+    def view(rank, name, dtype, *shape):
+        region = layout[name]
+        return arenas[rank][region.offset : region.offset + region.nbytes].view(dtype)[: math.prod(shape)].view(shape)
+
+    regions = [
+        dict(
+            control=view(r, "control", torch.int64, wire.CONTROL_WORDS),
+            counts=view(r, "counts", torch.int32, 2, world_size, wire.counts_pitch(local)),
+            lists=view(r, "lists", torch.int64, 2, world_size, cfg.max_tokens * cfg.top_k),
+            x=view(r, "x", torch.uint8, cfg.max_tokens, wire.input_format(cfg).pitch),
+            slots=view(r, "slots", torch.bfloat16, cfg.max_tokens, cfg.top_k, cfg.hidden),
+        )
+        for r in range(world_size)
+    ]
+    for g in regions:
+        g["control"].copy_(kernels.fresh_control(DEVICE, ready=ready))
+    return regions, [kernels.peer_deltas(arenas, r) for r in range(world_size)]
+
+
+def check_lists(cfg, world_size, rank, staged, start, regions, layer):
+    """Every owner has rank's routes once, expert by expert, their counts and the layer in slot 1, and nothing else."""
+    local = cfg.experts_local(world_size)
+    flat = staged.ids.flatten()
+    bits = staged.weights.flatten().view(torch.int32)
+    counts = torch.bincount(flat[flat >= 0].long(), minlength=cfg.num_experts).view(world_size, local)
+    assert start.tolist() == [0, *counts.sum(1).cumsum(0).tolist()]
+    for owner, g in enumerate(regions):
+        header, total = g["counts"][1, rank], int(counts[owner].sum())
+        assert int(header[wire.HEADER_LAYER]) == layer
+        assert torch.equal(header[wire.HEADER : wire.HEADER + local].long(), counts[owner])
+        routes, got_bits = unpack(g["lists"][1, rank, :total])
+        assert int(routes.min() if total else 0) >= 0 and int(routes.max() if total else -1) < flat.numel()
+        experts = torch.repeat_interleave(torch.arange(local, device=DEVICE) + owner * local, counts[owner])
+        assert torch.equal(flat[routes.long()].long(), experts)
+        assert routes.unique().numel() == total
+        assert torch.equal(got_bits, bits[routes.long()])
+        assert torch.all(g["lists"][1, rank, total:] == -1)
+        other = torch.arange(world_size, device=DEVICE) != rank
+        assert torch.all(g["lists"][0] == -1) and torch.all(g["lists"][1][other] == -1)
+        assert torch.all(g["counts"][0] == -1) and torch.all(g["counts"][1][other] == -1)
+        assert int(g["control"][wire.list_flag(1, rank)]) == 1
 
 
 @settings(max_examples=25)
@@ -100,58 +140,39 @@ def unpack(words):
     st.sampled_from(ROUTINGS),
     st.integers(0, 3000),
     st.sampled_from([(1, 1), (12, 3), (40, 6), (72, 10), (256, 8), (512, 16)]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([None, 1]),
     st.integers(0, 1 << 20),
 )
-def test_sort_orders_every_live_route(kind, tokens, size, seed):
+def test_exchange_sends_every_live_route(kind, tokens, size, world_size, num_sms, seed):
     experts, k = size
-    cfg = config(num_experts=experts, top_k=k, hidden=128, max_tokens=4096)
-    p = make_inputs(cfg, [tokens], kind, seed, DEVICE)
+    world_size = math.gcd(world_size, experts)
+    rank = seed % world_size
+    cfg = config(num_experts=experts, top_k=k, hidden=128, max_tokens=3000)
+    ids, weights = routing(kind, cfg, rank, world_size, tokens, seed, DEVICE)
+    x = torch.zeros(tokens, cfg.hidden, dtype=torch.bfloat16, device=DEVICE)
+    regions, deltas = make_arenas(cfg, world_size, ready=False)
+    g = regions[rank]
     with poisoned_empty():
-        staged = kernels.stage(cfg, p.xs[0], p.ids[0], p.weights[0])
-        ordered = kernels.sort(cfg, staged)
-    total = int(ordered.start[-1])
-    routes, bits = unpack(ordered.words[:total])
-    experts_in_order = staged.ids.flatten()[routes.long()]
-    assert torch.all(experts_in_order[1:] >= experts_in_order[:-1])
-    assert sorted(zip(experts_in_order.tolist(), routes.tolist(), bits.tolist())) == words_of(staged, cfg)
+        staged = kernels.stage(cfg, x, ids, weights, world_size=world_size, rank=rank)
+        start = kernels.exchange(
+            *(cfg, staged, g["counts"], g["lists"]),
+            **dict(rank=rank, layer=7, world_size=world_size, num_sms=num_sms),
+            **dict(control=g["control"], deltas=deltas[rank]),
+        )
+    check_lists(cfg, world_size, rank, staged, start, regions, 7)
 
 
 def play_ranks(cfg, world_size, tokens, kind, seed, x_scale=0.02):
-    """Stage, sort, exchange and pull W ranks one after another on one GPU, every wait satisfied beforehand."""
+    """Stage, exchange and pull W ranks one after another on one GPU, every wait satisfied beforehand."""
     p = make_inputs(cfg, tokens, kind, seed, DEVICE)
-    tokens = [len(x) for x in p.xs]
-    layout = wire.arena_layout(cfg, world_size)
-    arenas = [torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(world_size)]
-    deltas = [kernels.peer_deltas(arenas, r) for r in range(world_size)]
-
-    def view(rank, name, dtype, *shape):
-        region = layout[name]
-        return arenas[rank][region.offset : region.offset + region.nbytes].view(dtype)[: math.prod(shape)].view(shape)
-
-    local, fmt = cfg.experts_local(world_size), wire.input_format(cfg)
+    regions, deltas = make_arenas(cfg, world_size)
     ranks = []
-    for r in range(world_size):
-        view(r, "control", torch.int64, wire.CONTROL_WORDS).copy_(kernels.fresh_control(DEVICE))
+    for r, g in enumerate(regions):
+        at = dict(rank=r, world_size=world_size, control=g["control"], deltas=deltas[r])
         staged = kernels.stage(cfg, p.xs[r], p.ids[r], p.weights[r], x_scale=x_scale, world_size=world_size, rank=r)
-        view(r, "x", torch.uint8, cfg.max_tokens, fmt.pitch)[: tokens[r]].copy_(staged.rows)
-        ordered = kernels.sort(cfg, staged, world_size=world_size)
-        ranks.append((staged, ordered))
-    regions = [
-        dict(
-            control=view(r, "control", torch.int64, wire.CONTROL_WORDS),
-            counts=view(r, "counts", torch.int32, 2, world_size, wire.counts_pitch(local)),
-            lists=view(r, "lists", torch.int64, 2, world_size, cfg.max_tokens * cfg.top_k),
-            x=view(r, "x", torch.uint8, cfg.max_tokens, fmt.pitch),
-            slots=view(r, "slots", torch.bfloat16, cfg.max_tokens, cfg.top_k, cfg.hidden),
-        )
-        for r in range(world_size)
-    ]
-    for r, (staged, ordered) in enumerate(ranks):
-        g = regions[r]
-        kernels.exchange(
-            *(cfg, staged, ordered, g["counts"], g["lists"]),
-            **dict(rank=r, world_size=world_size, control=g["control"], deltas=deltas[r]),
-        )
+        g["x"][: len(p.xs[r])].copy_(staged.rows)
+        ranks.append((staged, kernels.exchange(cfg, staged, g["counts"], g["lists"], **at)))
     pools = []
     for r in range(world_size):
         g = regions[r]
@@ -237,14 +258,14 @@ def test_token_back_and_reduce(hidden, world_size):
             **dict(rank=owner, world_size=world_size, control=g["control"], deltas=deltas[owner]),
         )
     torch.cuda.synchronize()
-    for home, (staged, ordered) in enumerate(ranks):
+    for home, (staged, start) in enumerate(ranks):
         slots = regions[home]["slots"]
         assert torch.equal(slots.isnan(), want[home].isnan())
         assert torch.equal(slots.nan_to_num(), want[home].nan_to_num())
         with poisoned_empty():
             y = kernels.reduce(
                 *(cfg, regions[home]["slots"], staged.ids),
-                **dict(start=ordered.start, rank=home, world_size=world_size),
+                **dict(start=start, rank=home, world_size=world_size),
                 **dict(control=regions[home]["control"], deltas=deltas[home]),
             )
         assert torch.equal(y, reference.reduce(want[home][: tokens[home]], staged.ids))
