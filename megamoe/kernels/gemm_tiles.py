@@ -133,10 +133,8 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     while spec.smem_bytes > SMEM_BYTES:
         spec = replace(spec, stages=spec.stages - 1)
     if knobs.stages is not None and knobs.stages > spec.stages:
-        tile = f"tile_rows = {knobs.tile_rows}, tile_cols = {knobs.tile_cols}"
-        raise ConfigError(
-            "stages", knobs.stages, f"at most {spec.stages} with {tile} and {spec.experts} experts a rank"
-        )
+        given = f"tile_rows = {knobs.tile_rows}, tile_cols = {knobs.tile_cols} and {spec.experts} experts a rank"
+        raise ConfigError("stages", knobs.stages, f"at most {spec.stages} with {given}")
     return replace(spec, stages=knobs.stages or spec.stages)
 
 

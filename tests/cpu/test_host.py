@@ -49,10 +49,10 @@ def test_tiles_follow_the_shape(hidden, intermediate, want):
     for chosen in heuristics.candidates(cfg):
         check_knobs(cfg, 8, chosen)
     if want == (256, 1):
-        with pytest.raises(ConfigError, match="cluster = 2: .*column tiles"):
+        with pytest.raises(ConfigError, match=r"cluster = 2: .*column tiles"):
             check_knobs(cfg, 8, Knobs(tile_cols=256, cluster=2))
     if want[0] == 128:
-        with pytest.raises(ConfigError, match="tile_cols = 256: .*fc2"):
+        with pytest.raises(ConfigError, match=r"tile_cols = 256: .*fc2"):
             check_knobs(cfg, 8, Knobs(tile_cols=256))
 
 
