@@ -47,7 +47,9 @@ class Group:
 
 
 BESIDE = (
-    Group("gemm", ("tests/gpu/test_gemm.py",)),
+    Group("gemm", ("tests/gpu/test_gemm.py", "-k", "not every_mode")),
+    Group("gemm-e4m3", ("tests/gpu/test_gemm.py", "-k", "every_mode and e4m3")),
+    Group("gemm-e5m2", ("tests/gpu/test_gemm.py", "-k", "every_mode and e5m2")),
     Group("modes-e4m3", ("tests/gpu/test_layer.py", "-k", "every_mode and e4m3")),
     Group("modes-e5m2", ("tests/gpu/test_layer.py", "-k", "every_mode and e5m2")),
     Group("layer", ("tests/gpu/test_layer.py", "-k", "not every_mode and not any_problem")),

@@ -118,6 +118,10 @@ def check_fc2(cfg, pack, counts, seed, knobs, extra_rows=0):
 TILES = [Knobs(tile_rows=r, tile_cols=c, cluster=n) for r in (64, 128) for c in (128, 256) for n in (1, 2)]
 
 
+def tile_name(knobs):
+    return f"{knobs.tile_rows}x{knobs.tile_cols}x{knobs.cluster}"
+
+
 def sizes(knobs):
     """(H, I) as odd as the knobs allow."""
     if knobs.cluster == 2:
@@ -125,15 +129,28 @@ def sizes(knobs):
     return (640, 384) if knobs.tile_cols == 128 else (768, 384)
 
 
-@pytest.mark.parametrize("knobs", TILES, ids=lambda k: f"{k.tile_rows}x{k.tile_cols}x{k.cluster}")
-@pytest.mark.parametrize("mode", supported_modes(), ids=name)
-def test_every_mode(mode, knobs):
+def check_mode(mode, knobs):
     hidden, intermediate = sizes(knobs)
     cfg = MoEConfig(hidden=hidden, intermediate=intermediate, num_experts=6, top_k=2, max_tokens=8, **mode)
     pack = make_weights(cfg, 1, 7, DEVICE)[0]
     for counts in ([200, 0, 1, 64, 129, 0], [0] * 6, [0, 0, 0, 0, 0, 5]):
         check_fc1(cfg, pack, counts, 1, knobs, extra_rows=70)
         check_fc2(cfg, pack, counts, 2, knobs, extra_rows=70)
+
+
+CHOSEN = [Knobs(tile_rows=64), *(Knobs(tile_cols=c, cluster=n) for c, n in ((128, 1), (256, 1), (256, 2)))]
+"""What heuristics.choose_knobs picks, by shape and rows."""
+
+
+@pytest.mark.parametrize("knobs", CHOSEN, ids=tile_name)
+@pytest.mark.parametrize("mode", supported_modes(), ids=name)
+def test_every_mode(mode, knobs):
+    check_mode(mode, knobs)
+
+
+@pytest.mark.parametrize("knobs", [k for k in TILES if k not in CHOSEN], ids=tile_name)
+def test_other_tiles(knobs):
+    check_mode(supported_modes()[0], knobs)
 
 
 @pytest.mark.parametrize("hidden,intermediate", [(128, 128), (7168, 2048), (1408, 1408), (2048, 2688)])
