@@ -13,12 +13,13 @@ from torch import Tensor
 
 from .. import wire
 from ..config import BLOCK, Knobs, MoEConfig
-from . import build, gemm_epilogue, gemm_main, gemm_tiles, prims, rows
+from . import build, gemm_epilogue, gemm_main, gemm_tiles, prims, rows, trace
+from .trace import Phase, Role
 
 
 @dataclass(frozen=True)
 class FC1Spec:
-    """What the FC1 kernel compiles in. debug: also store fp32 activations before quantisation."""
+    """What the FC1 kernel compiles in. debug: also store fp32 activations before quantisation. trace: see trace.py."""
 
     gemm: gemm_tiles.GemmSpec
     act_pitch: int
@@ -26,6 +27,7 @@ class FC1Spec:
     clamp: float | None
     weighted: bool
     debug: bool = False
+    trace: int = 0
 
     @classmethod
     def from_config(cls, cfg: MoEConfig, experts_local: int, knobs: Knobs, debug: bool = False) -> FC1Spec:
@@ -95,8 +97,11 @@ def fc1_tile(
             half = Int64(spec.intermediate // BLOCK) * gemm.k_blocks * 4
             gate = w_scale + Int64(tile.expert) * (2 * half) + Int64(row_block) * (4 * gemm.k_blocks)
             w_scales = (gate, gate + half)
+        since = trace.begin(math.pen)
         stage, phase = gemm_main.sum_tile(gemm, load_scale, ring, math, row_scales, w_scales, stage, phase)
+        since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
         gemm_epilogue.activate(spec.clamp, math.acc, item, factor, not block, weights, values)
+        since = trace.end(math.pen, since, Role.MATH, Phase.ACTIVATE, tile.index)
     dests = tuple(gemm_epilogue.row_address(act, spec.act_pitch, row) for row in mine)
     gemm_epilogue.store_activation(
         gemm.fp8, block, spec.intermediate, gemm.passes, values, act_scale, tile.column, math.quad, dests, live
@@ -104,6 +109,7 @@ def fc1_tile(
     if cutlass.const_expr(spec.debug):
         dests = tuple(gemm_epilogue.row_address(debug, 4 * spec.intermediate, row) for row in mine)
         gemm_epilogue.store_debug(gemm.passes, values, tile.column, math.quad, dests, live)
+    trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
     return stage, phase
 
 
@@ -139,15 +145,16 @@ class FC1:
         debug: Int64,
         x_scale: Float32,
         act_scale: Float32,
+        trace_at: Int64 | None,
     ):
         spec, gemm = self.spec, self.spec.gemm
         ring, schedule = gemm_main.start(gemm, ops, expert_start)
         if gemm_main.is_producer(gemm):
-            gemm_main.producer_role(gemm, ops, ring, schedule)
+            gemm_main.producer_role(gemm, ops, ring, schedule, spec.trace, trace_at)
         else:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
-            math = gemm_main.make_math_thread(gemm, ring, thread)
+            math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
             stage, phase = Int32(0), Int32(0)
             index, _, _ = cute.arch.block_idx()
             grid, _, _ = cute.arch.grid_dim()
@@ -187,10 +194,11 @@ class FC1:
         x_scale: Float32,
         act_scale: Float32,
         stream: cuda.CUstream,
+        trace_at: Int64 | None = None,
     ):
         gemm = self.spec.gemm
         ops = gemm_main.make_operands(gemm, x, w13, rows_total)
-        self.kernel(ops, x, expert_start, w13_scale, pool_weight, act, debug, x_scale, act_scale).launch(
+        self.kernel(ops, x, expert_start, w13_scale, pool_weight, act, debug, x_scale, act_scale, trace_at).launch(
             grid=(grid, 1, 1), block=(gemm.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 

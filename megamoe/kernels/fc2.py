@@ -13,15 +13,17 @@ from torch import Tensor
 
 from .. import wire
 from ..config import Knobs, MoEConfig
-from . import build, gemm_epilogue, gemm_main, gemm_tiles, prims, rows
+from . import build, gemm_epilogue, gemm_main, gemm_tiles, prims, rows, trace
+from .trace import Phase, Role
 
 
 @dataclass(frozen=True)
 class FC2Spec:
-    """What the FC2 kernel compiles in. weighted: multiply by the routing weight."""
+    """What the FC2 kernel compiles in. weighted: multiply by the routing weight. trace: see trace.py."""
 
     gemm: gemm_tiles.GemmSpec
     weighted: bool
+    trace: int = 0
 
     @classmethod
     def from_config(cls, cfg: MoEConfig, experts_local: int, knobs: Knobs) -> FC2Spec:
@@ -76,8 +78,11 @@ def fc2_tile(
     else:
         factor = act_scale * load_scale(w_scale + Int64(tile.expert) * 4)
         factors = tuple(factor * f for f in factors) if spec.weighted else (factor, factor)
+    since = trace.begin(math.pen)
     stage, phase = gemm_main.sum_tile(gemm, load_scale, ring, math, row_scales, w_scales, stage, phase)
+    since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
     gemm_epilogue.store_output(math.acc, factors, tile.column, math.quad, dests, live)
+    trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
     return stage, phase
 
 
@@ -111,15 +116,16 @@ class FC2:
         pool_weight: Int64,
         y: Int64,
         act_scale: Float32,
+        trace_at: Int64 | None,
     ):
         spec, gemm = self.spec, self.spec.gemm
         ring, schedule = gemm_main.start(gemm, ops, expert_start)
         if gemm_main.is_producer(gemm):
-            gemm_main.producer_role(gemm, ops, ring, schedule)
+            gemm_main.producer_role(gemm, ops, ring, schedule, spec.trace, trace_at)
         else:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
-            math = gemm_main.make_math_thread(gemm, ring, thread)
+            math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
             stage, phase = Int32(0), Int32(0)
             index, _, _ = cute.arch.block_idx()
             grid, _, _ = cute.arch.grid_dim()
@@ -157,10 +163,11 @@ class FC2:
         grid: Int32,
         act_scale: Float32,
         stream: cuda.CUstream,
+        trace_at: Int64 | None = None,
     ):
         gemm = self.spec.gemm
         ops = gemm_main.make_operands(gemm, act, w2, rows_total)
-        self.kernel(ops, act, expert_start, w2_scale, pool_weight, y, act_scale).launch(
+        self.kernel(ops, act, expert_start, w2_scale, pool_weight, y, act_scale, trace_at).launch(
             grid=(grid, 1, 1), block=(gemm.threads, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 

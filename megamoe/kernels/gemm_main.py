@@ -20,7 +20,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.utils import hopper_helpers
 
 from ..config import BLOCK
+from . import trace
 from .gemm_tiles import WARPGROUP, GemmSpec, Schedule, Tile, fill_schedule, find_tile, make_schedule, total_tiles
+from .trace import Phase, Role
 
 PRODUCER_REGISTERS = 24
 MATH_REGISTERS = 240
@@ -50,7 +52,7 @@ class MathThread(NamedTuple):
     """Fragment views of a math thread, its two accumulators, and where it stands in a tile.
 
     acc and temp are fp32 [64]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e. row counts
-    from the tile's first row. zero and more are the MMA without and with accumulation.
+    from the tile's first row. zero and more are the MMA without and with accumulation. pen: see trace.py.
     """
 
     zero: cute.TiledMma
@@ -61,6 +63,7 @@ class MathThread(NamedTuple):
     temp: cute.Tensor
     row: Int32
     quad: Int32
+    pen: trace.Tracer | None
 
 
 # ---- set-up --------------------------------------------------------------------------------------
@@ -130,7 +133,13 @@ def advance(gemm: cutlass.Constexpr, stage: Int32, phase: Int32) -> tuple[Int32,
 
 @cute.jit
 def produce_tile(
-    gemm: cutlass.Constexpr, ops: Operands, ring: Ring, tile: Tile, stage: Int32, phase: Int32
+    gemm: cutlass.Constexpr,
+    ops: Operands,
+    ring: Ring,
+    tile: Tile,
+    stage: Int32,
+    phase: Int32,
+    pen: trace.Tracer | None,
 ) -> tuple[Int32, Int32]:
     """Producer warp, all lanes: load every K block of a work item. Returns the ring state after it."""
     one = cute.make_layout(1)
@@ -145,7 +154,7 @@ def produce_tile(
         )
         for kb in cutlass.range(gemm.k_blocks, unroll=1):
             full = ring.full + stage
-            cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
+            trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, gemm.stage_bytes)
             cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full)
@@ -158,8 +167,10 @@ def produce_tile(
 
 
 @cute.jit
-def make_math_thread(gemm: cutlass.Constexpr, ring: Ring, thread: Int32) -> MathThread:
-    """Views of math thread `thread` (0 .. 128 * warpgroups - 1)."""
+def make_math_thread(
+    gemm: cutlass.Constexpr, ring: Ring, thread: Int32, records: cutlass.Constexpr, buffer: Int64 | None
+) -> MathThread:
+    """Views of math thread `thread` (0 .. 128 * warpgroups - 1). records, buffer: see trace.tracer."""
     dtype = FP8_TYPES[gemm.fp8]
     zero, more = (
         hopper_helpers.make_trivial_tiled_mma(
@@ -182,7 +193,8 @@ def make_math_thread(gemm: cutlass.Constexpr, ring: Ring, thread: Int32) -> Math
     shape = zero.partition_shape_C((gemm.tile_rows, BLOCK))
     acc = cute.make_rmem_tensor(shape, Float32)
     temp = cute.make_rmem_tensor(shape, Float32)
-    return MathThread(zero, more, a, b, acc, temp, thread // 32 * 16 + thread % 32 // 4, thread % 4)
+    pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
+    return MathThread(zero, more, a, b, acc, temp, thread // 32 * 16 + thread % 32 // 4, thread % 4, pen)
 
 
 @cute.jit
@@ -233,12 +245,12 @@ def sum_single(
 
     The next K block's WGMMAs are issued before the last one's stage is released.
     """
-    cute.arch.mbarrier_wait(ring.full + stage, phase)
+    trace.mbarrier_wait(math.pen, ring.full + stage, phase)
     multiply(math, math.acc, stage, 0, 4, False)
     last = stage
     stage, phase = advance(gemm, stage, phase)
     for _ in cutlass.range(gemm.k_blocks - 1, unroll=1):
-        cute.arch.mbarrier_wait(ring.full + stage, phase)
+        trace.mbarrier_wait(math.pen, ring.full + stage, phase)
         multiply(math, math.acc, stage, 0, 4, True)
         warpgroup.wait_group(1)
         release(ring, last)
@@ -256,7 +268,7 @@ def sum_promoted(
     """acc = sum over K blocks in fp32 registers. Returns the ring state after it."""
     math.acc.fill(0.0)
     for _ in cutlass.range(gemm.k_blocks, unroll=1):
-        cute.arch.mbarrier_wait(ring.full + stage, phase)
+        trace.mbarrier_wait(math.pen, ring.full + stage, phase)
         multiply(math, math.temp, stage, 0, 4, False)
         warpgroup.wait_group(0)
         release(ring, stage)
@@ -310,7 +322,7 @@ def sum_scaled(
     for kb in cutlass.range(gemm.k_blocks, unroll=2):
         following = cutlass.min(kb + 1, gemm.k_blocks - 1)
         load_scales(gemm, load_scale, row_scales, w_scales, following, next_rows, next_weights)
-        cute.arch.mbarrier_wait(ring.full + stage, phase)
+        trace.mbarrier_wait(math.pen, ring.full + stage, phase)
         for g in cutlass.range_constexpr(groups):
             multiply(math, math.temp, stage, 4 // groups * g, 4 // groups, False)
             if cutlass.const_expr(g == 0):  # after the first WGMMAs: a tile's first scales come late
@@ -372,7 +384,14 @@ def start(gemm: cutlass.Constexpr, ops: Operands, expert_start: Int64) -> tuple[
 
 
 @cute.jit
-def producer_role(gemm: cutlass.Constexpr, ops: Operands, ring: Ring, schedule: Schedule):
+def producer_role(
+    gemm: cutlass.Constexpr,
+    ops: Operands,
+    ring: Ring,
+    schedule: Schedule,
+    records: cutlass.Constexpr,
+    buffer: Int64 | None,
+):
     """The producer warpgroup of a staged kernel: every tile of this CTA, by one of its warps."""
     cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
     if cute.arch.warp_idx() == 4 * gemm.warpgroups:
@@ -380,9 +399,12 @@ def producer_role(gemm: cutlass.Constexpr, ops: Operands, ring: Ring, schedule: 
         index, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         total = total_tiles(gemm, schedule)
+        pen = trace.tracer(records, buffer, Int32(gemm.warpgroups), cute.arch.lane_idx() == 0)
         while index < total:
             tile = find_tile(gemm, schedule, index)
-            stage, phase = produce_tile(gemm, ops, ring, tile, stage, phase)
+            since = trace.begin(pen)
+            stage, phase = produce_tile(gemm, ops, ring, tile, stage, phase, pen)
+            trace.end(pen, since, Role.PRODUCER, Phase.LOAD, index)
             index += grid
 
 

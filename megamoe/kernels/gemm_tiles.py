@@ -101,12 +101,14 @@ class Schedule(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One work item. row: its first pool row; end: its expert's; column: its column tile (n_tiles)."""
+    """One work item. row: its first pool row; end: its expert's; column: its column tile (n_tiles); index: of
+    total_tiles."""
 
     expert: Int32
     row: Int32
     end: Int32
     column: Int32
+    index: Int32
 
 
 @cute.jit
@@ -158,4 +160,4 @@ def find_tile(gemm: cutlass.Constexpr, schedule: Schedule, index: Int32) -> Tile
     before = schedule.prefix[low]
     m_tiles = schedule.prefix[low + 1] - before
     m, n = tiles.split_tile(index - before * gemm.n_tiles, m_tiles, gemm.n_tiles)
-    return Tile(low, schedule.start[low] + m * gemm.tile_rows, schedule.start[low + 1], n)
+    return Tile(low, schedule.start[low] + m * gemm.tile_rows, schedule.start[low + 1], n, index)
