@@ -12,19 +12,21 @@ from cutlass import Int32, Int64
 from .. import wire
 from ..config import MoEConfig
 from . import control as ctl
-from . import prims
+from . import prims, trace
 from .faults import NO_FAULTS, Faults, random_delay
+from .trace import Phase, Role
 
 THREADS = 256
 
 
 @dataclass(frozen=True)
 class ExchangeSpec:
-    """What the exchange kernel compiles in."""
+    """What the exchange kernel compiles in. trace: see trace.py."""
 
     experts_local: int
     world_size: int
     faults: Faults = NO_FAULTS
+    trace: int = 0
 
     @classmethod
     def from_config(cls, cfg: MoEConfig, world_size: int, faults: Faults = NO_FAULTS) -> ExchangeSpec:
@@ -99,6 +101,7 @@ class Exchange:
         counts: Int64,
         lists: Int64,
         list_capacity: Int32,
+        trace_at: Int64 | None,
     ):
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
@@ -107,6 +110,8 @@ class Exchange:
         epoch = ctl.running_epoch(control)
         slot = Int32(epoch & 1)
         random_delay(spec.faults)
+        pen = trace.tracer(spec.trace, trace_at, Int32(0), tid == 0)
+        began = trace.begin(pen)
         if ctl.cta_aborted(control) == 0:
             send_lists(
                 spec,
@@ -122,6 +127,7 @@ class Exchange:
                 block * THREADS + tid,
                 grid * THREADS,
             )
+        since = trace.end(pen, began, Role.CTA, Phase.SEND, block)
         cute.arch.sync_threads()
         if tid == 0:
             prims.fence_sys()
@@ -131,6 +137,7 @@ class Exchange:
                     flag = control + 8 * (Int64(wire.list_flag(0, 0)) + slot * wire.MAX_RANKS + rank)
                     for owner in cutlass.range_constexpr(spec.world_size):
                         prims.st_release_sys(flag + ctl.delta_of(deltas, Int32(owner)), epoch)
+        trace.end(pen, since, Role.CTA, Phase.PUBLISH, block)
 
     @cute.jit
     def __call__(
@@ -147,7 +154,8 @@ class Exchange:
         list_capacity: Int32,
         grid: Int32,
         stream: cuda.CUstream,
+        trace_at: Int64 | None = None,
     ):
         self.exchange_kernel(
-            control, deltas, rank, layer, send_counts, send_start, ordered, counts, lists, list_capacity
+            control, deltas, rank, layer, send_counts, send_start, ordered, counts, lists, list_capacity, trace_at
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream)

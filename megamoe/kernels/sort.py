@@ -12,8 +12,9 @@ from cutlass import Int32, Int64
 
 from ..config import MoEConfig
 from . import control as ctl
-from . import prims
+from . import prims, trace
 from .routes import pack_word, scan_exclusive
+from .trace import Phase, Role
 
 THREADS = 256
 PER_THREAD = 8
@@ -22,11 +23,12 @@ CHUNK = THREADS * PER_THREAD
 
 @dataclass(frozen=True)
 class SortSpec:
-    """What the sort kernel compiles in."""
+    """What the sort kernel compiles in. trace: see trace.py."""
 
     top_k: int
     num_experts: int
     world_size: int
+    trace: int = 0
 
     @classmethod
     def from_config(cls, cfg: MoEConfig, world_size: int) -> SortSpec:
@@ -105,6 +107,7 @@ class Sort:
         send_cursors: Int64,
         send_start: Int64,
         out: Int64,
+        trace_at: Int64 | None,
     ):
         spec = self.spec
         smem = cutlass.memory.SmemAllocator()
@@ -113,6 +116,8 @@ class Sort:
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
+        pen = trace.tracer(spec.trace, trace_at, Int32(0), tid == 0)
+        began = trace.begin(pen)
         this_set = Int64(ctl.running_epoch(control) & 1) * (spec.num_experts * 4)
         if ctl.cta_aborted(control) == 0:
             for e in range(tid, spec.num_experts, THREADS):
@@ -128,6 +133,7 @@ class Sort:
             routes = tokens * spec.top_k
             for first in range(block * CHUNK, routes, grid * CHUNK):
                 self.place_chunk(first, routes, starts, hist, ids, weights, send_cursors + this_set, out)
+        trace.end(pen, began, Role.CTA, Phase.PLACE, block)
 
     @cute.jit
     def __call__(
@@ -142,7 +148,8 @@ class Sort:
         out: Int64,
         grid: Int32,
         stream: cuda.CUstream,
+        trace_at: Int64 | None = None,
     ):
-        self.sort_kernel(control, tokens, ids, weights, send_counts, send_cursors, send_start, out).launch(
+        self.sort_kernel(control, tokens, ids, weights, send_counts, send_cursors, send_start, out, trace_at).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream
         )
