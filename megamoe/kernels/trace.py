@@ -11,21 +11,23 @@ A record: start ns; end ns; role | phase << 8 | SM << 16 | tile << 32; ns of it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass import Boolean, Int32, Int64
 
-from . import prims
+from . import build, prims
 
 SLOTS = 4
 FIELDS = 4
 NO_TILE = -1
+ROOM, OTHER_ROOM = {"fc1": 4096, "fc2": 4096}, 256
+"""Records of a recording warp that buffers() has room for: of the GEMMs, 32768 tokens on one GPU."""
 
 
 class Role(IntEnum):
@@ -40,23 +42,22 @@ class Role(IntEnum):
 class Phase(IntEnum):
     """What they did. tools/timeline.py says which of these wait, and for what."""
 
-    SET_UP = 0
-    WAIT_LISTS = 1
-    WAIT_ROWS = 2
-    COUNT = 3
-    QUANTIZE = 4
-    PLACE = 5
-    SEND = 6
-    PUBLISH = 7
-    LAY_OUT = 8
-    COPY = 9
-    DRAIN = 10
-    LOAD = 11
-    MAIN_LOOP = 12
-    ACTIVATE = 13
-    STORE = 14
-    SUM = 15
-    FINISH = 16
+    WAIT_LISTS = 0
+    WAIT_ROWS = 1
+    COUNT = 2
+    QUANTIZE = 3
+    PLACE = 4
+    SEND = 5
+    PUBLISH = 6
+    LAY_OUT = 7
+    COPY = 8
+    DRAIN = 9
+    LOAD = 10
+    MAIN_LOOP = 11
+    ACTIVATE = 12
+    STORE = 13
+    SUM = 14
+    FINISH = 15
 
 
 class Tracer(NamedTuple):
@@ -131,17 +132,29 @@ def end(pen: Tracer | None, since: Int64 | None, role: cutlass.Constexpr, phase:
 # ---- host ----------------------------------------------------------------------------------------
 
 
-def traced(kernel: Any, records: int) -> Any:
-    """A kernel object like `kernel` that writes up to `records` records a slice; `kernel` itself when 0."""
-    return type(kernel)(replace(kernel.spec, trace=records)) if records else kernel
+def traced(kernel: build.DeviceKernel, records: int) -> build.DeviceKernel:
+    """A kernel like `kernel` whose recording warps have room for `records` records each."""
+    return type(kernel)(replace(kernel.spec, trace=records))
 
 
-def new_buffer(ctas: int, records: int, device: torch.device | str) -> torch.Tensor:
-    """A cleared buffer, int64 [ctas, SLOTS, 1 + records, FIELDS], for launches of up to `ctas` CTAs."""
-    return torch.zeros(ctas, SLOTS, 1 + records, FIELDS, dtype=torch.int64, device=device)
+def buffers(names: Collection[str], num_sms: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """A cleared buffer, int64 [CTAs, SLOTS, 1 + records, FIELDS], for each kernel of catalog.NAMES in `names`.
+
+    num_sms: what the layer was given (or its world's share); the CTAs that its launches may have follow from it.
+    """
+    return {
+        name: torch.zeros(
+            *(num_sms * (8 if name == "stage" else 1), SLOTS, 1 + ROOM.get(name, OTHER_ROOM), FIELDS),
+            dtype=torch.int64,
+            device=device,
+        )
+        for name in names
+    }
 
 
-def with_buffer(launch: Callable[..., None], buffer: torch.Tensor) -> Callable[..., None]:
-    """The launcher of a traced kernel that takes the arguments of an untraced one and writes to `buffer`."""
-    address = buffer.data_ptr()
+def launcher(kernel: build.DeviceKernel, buffer: torch.Tensor | None) -> Callable[..., None]:
+    """build.build(kernel), or with a buffer the same of the traced kernel: it takes the arguments of the plain one."""
+    if buffer is None:
+        return build.build(kernel)
+    launch, address = build.build(traced(kernel, buffer.shape[2] - 1)), buffer.data_ptr()
     return lambda *args: launch(*args, address)
