@@ -16,7 +16,7 @@ WIDTH = 2400  # pixels of the time axis
 ROW = 12  # pixels of an SM; its warps share them
 DPI = 160
 PALEST = 0.8  # share of white where all the time is waited
-MARGINS = (0.6, 0.15, 0.75, 2.2)  # inches: left, right, top, bottom
+MARGINS = (0.7, 0.15, 0.75, 1.9)  # inches: left, right, top, bottom
 
 
 def paint(records: timeline.Records, rows: int, row_of: np.ndarray) -> np.ndarray:
@@ -75,8 +75,9 @@ def draw(records: timeline.Records, title: str) -> Figure:
     seen = [Phase(phase) for phase in np.unique(records["phase"])]
     marks = [Patch(color=timeline.LOOKS[phase].color, label=timeline.LOOKS[phase].label) for phase in seen]
     names = ", ".join(f"{timeline.LOOKS[p].label}: {timeline.LOOKS[p].waits_for}" for p in seen if partly(p))
-    note = f"the paler, the more of a record is waiting ({names})" if names else ""
-    look = dict(loc="lower left", bbox_to_anchor=(left / width, 0.1 / height), frameon=False, ncols=6)
+    note = "the warps of an SM lie below each other in its row"
+    note += f"; the paler, the more of a record is waiting ({names})" if names else ""
+    look = dict(loc="upper left", bbox_to_anchor=(left / width, (below - 0.5) / height), frameon=False, ncols=6)
     fig.legend(handles=marks, title=note, alignment="left", fontsize=9, title_fontsize=9, **look)
     return fig
 
