@@ -11,6 +11,7 @@ import torch
 
 from .comm.workspace import Workspace
 from .config import Knobs, MoEConfig
+from .errors import ConfigError
 from .inputs import Inputs
 from .kernels import trace
 from .kernels.catalog import NAMES
@@ -69,6 +70,7 @@ class RankForward:
     """Launches the eight kernels of a forward on one rank. Compiling happens in the constructor only.
 
     traces: buffers of kernels.trace.buffers by kernel; those kernels are compiled to write a timeline into them.
+    Raises ConfigError when one is too small.
     """
 
     def __init__(
@@ -89,6 +91,9 @@ class RankForward:
         world_size = workspace.world.size
         local = cfg.experts_local(world_size)
         self._cfg, self._num_sms = cfg, num_sms
+        for name, buffer in traces.items():
+            if buffer.shape[0] < trace.most_ctas(name, num_sms):
+                raise ConfigError(f"traces[{name!r}]", tuple(buffer.shape), f"room for {num_sms} SMs")
         made = lambda name, kernel: trace.launcher(kernel, traces.get(name))  # noqa: E731
         stages = {
             pre: StageSpec.from_config(cfg, world_size, prequantized=pre, check_routes=check_routes)

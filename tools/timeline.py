@@ -201,24 +201,24 @@ def chrome_events(records: Records) -> Iterator[dict[str, Any]]:
     if not len(records):
         return
     kth = ordinals(records, ["kernel", "rank", "gpu", "sm", "role"], ["slot", "cta"])
-    tids = (records["sm"].astype(int) * len(Role) + records["role"]) * 32 + kth
-    for rank, gpu in np.unique(records[["rank", "gpu"]]):
-        yield dict(name="process_name", ph="M", pid=int(rank), args={"name": f"rank {rank}, GPU {gpu}"})
-    threads = np.unique(np.stack([records["rank"], tids], 1), axis=0)
-    for rank, tid in threads.tolist():
-        sm, role = divmod(tid // 32, len(Role))
-        name = f"SM {sm:03d} {ROLES[Role(role)]} {tid % 32}"
-        yield dict(name="thread_name", ph="M", pid=rank, tid=tid, args={"name": name})
-        yield dict(name="thread_sort_index", ph="M", pid=rank, tid=tid, args={"sort_index": tid})
+    tids = (records["sm"].astype(int) * len(Role) + records["role"]) * 32 + kth + 1  # 0 means idle to viewers
+    pids = records["rank"] + 1
+    for rank, gpu in np.unique(records[["rank", "gpu"]]).tolist():
+        yield dict(name="process_name", ph="M", pid=rank + 1, args={"name": f"rank {rank}, GPU {gpu}"})
+    for pid, tid in np.unique(np.stack([pids, tids], 1), axis=0).tolist():
+        sm, role = divmod((tid - 1) // 32, len(Role))
+        name = f"SM {sm:03d} {ROLES[Role(role)]} {(tid - 1) % 32}"
+        yield dict(name="thread_name", ph="M", pid=pid, tid=tid, args={"name": name})
+        yield dict(name="thread_sort_index", ph="M", pid=pid, tid=tid, args={"sort_index": tid})
     zero = int(records["start"].min())
-    for record, tid in zip(records.tolist(), tids.tolist()):
-        rank, _, kernel, cta, _, _, _, phase, tile, start, end, waited = record
+    for record, pid, tid in zip(records.tolist(), pids.tolist(), tids.tolist()):
+        _, _, kernel, cta, _, _, _, phase, tile, start, end, waited = record
         look = LOOKS[Phase(phase)]
         args: dict[str, Any] = dict(kernel=kernel, cta=cta, tile=tile)
         if look.waits_for and not look.only:
             args["waited_us"] = waited / 1000
         times = dict(ts=(start - zero) / 1000, dur=(end - start) / 1000)
-        yield dict(name=look.label, cat=kernel, ph="X", pid=rank, tid=tid, **times, args=args)
+        yield dict(name=look.label, cat=kernel, ph="X", pid=pid, tid=tid, **times, args=args)
 
 
 def write_chrome(records: Records, path: Path) -> None:

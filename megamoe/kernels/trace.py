@@ -137,14 +137,19 @@ def traced(kernel: build.DeviceKernel, records: int) -> build.DeviceKernel:
     return type(kernel)(replace(kernel.spec, trace=records))
 
 
+def most_ctas(name: str, num_sms: int) -> int:
+    """CTAs that a launch of a kernel may have: stage_grid gives stage eight an SM, all others have one."""
+    return num_sms * (8 if name == "stage" else 1)
+
+
 def buffers(names: Collection[str], num_sms: int, device: torch.device | str) -> dict[str, torch.Tensor]:
     """A cleared buffer, int64 [CTAs, SLOTS, 1 + records, FIELDS], for each kernel of catalog.NAMES in `names`.
 
-    num_sms: what the layer was given (or its world's share); the CTAs that its launches may have follow from it.
+    num_sms: at least that of the layer (its world's share, unless it was given another).
     """
     return {
         name: torch.zeros(
-            *(num_sms * (8 if name == "stage" else 1), SLOTS, 1 + ROOM.get(name, OTHER_ROOM), FIELDS),
+            *(most_ctas(name, num_sms), SLOTS, 1 + ROOM.get(name, OTHER_ROOM), FIELDS),
             dtype=torch.int64,
             device=device,
         )

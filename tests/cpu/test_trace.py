@@ -17,10 +17,15 @@ import torch
 
 from megamoe.comm import SingleWorld
 from megamoe.config import Knobs, MoEConfig
+from megamoe.errors import ConfigError
 from megamoe.forward import RankForward
 from megamoe.kernels import build, trace
 from megamoe.kernels.catalog import NAMES, CatalogEntry, catalog
+from megamoe.kernels.exchange import exchange_grid
+from megamoe.kernels.reduce import reduce_grid
 from megamoe.kernels.report import report
+from megamoe.kernels.sort import sort_grid
+from megamoe.kernels.stage import stage_grid
 from megamoe.kernels.trace import FIELDS, NO_TILE, SLOTS, Phase, Role
 from tests.cpu import traces
 from tests.problems import make_weights
@@ -87,10 +92,30 @@ def test_a_traced_forward_passes_its_buffers(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_buffers_have_room_for_every_cta() -> None:
     made = trace.buffers(NAMES, 3, "cpu")
+    sizes = (0, 1, 10, 1000, 100_000)
+    grids = {
+        "stage": [stage_grid(7168, tokens, 8, 3) for tokens in sizes],
+        "sort": [sort_grid(tokens, 8, 3) for tokens in sizes],
+        "exchange": [exchange_grid(tokens, 8, 3) for tokens in sizes],
+        "reduce": [reduce_grid(7168, tokens, 3) for tokens in sizes],
+    }
     assert tuple(made) == NAMES
     for name, buffer in made.items():
         assert buffer.dtype == torch.int64 and not buffer.any()
-        assert buffer.shape == (24 if name == "stage" else 3, SLOTS, 1 + trace.ROOM.get(name, trace.OTHER_ROOM), FIELDS)
+        assert buffer.shape == (
+            max(grids[name]) if name in grids else 3,
+            SLOTS,
+            1 + trace.ROOM.get(name, trace.OTHER_ROOM),
+            FIELDS,
+        )
+
+
+def test_a_buffer_that_is_too_small_is_refused() -> None:
+    cfg = MoEConfig(hidden=256, intermediate=128, num_experts=4, top_k=2, max_tokens=16)
+    with SingleWorld("cpu") as world, pytest.raises(ConfigError, match="'pull'"):
+        workspace, pack = world.workspace(cfg, ""), make_weights(cfg, 1, 0, "cpu")[0]
+        small = trace.buffers(("pull",), 3, "cpu")
+        RankForward(cfg, Knobs(), workspace, 0, pack, layer=1, timeout_s=1, num_sms=4, traces=small)
 
 
 # ---- records -------------------------------------------------------------------------------------
