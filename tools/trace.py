@@ -119,7 +119,7 @@ def measure(args: argparse.Namespace, world: Any) -> tuple[timeline.Records, dic
         moe.synchronize()
     records, dropped = [], {}
     for rank, of_rank in zip(ranks, buffers):
-        found, lost = timeline.decode_all(of_rank, rank, world.device(rank).index)
+        found, lost = timeline.decode_all(of_rank, rank, world.device(rank).index or 0)
         records.append(found)
         dropped |= {f"{name} of rank {rank}": n for name, n in lost.items()}
     shape = f"H {cfg.hidden}, I {cfg.intermediate}, E {cfg.num_experts}, top-{cfg.top_k}, W {world.size}"

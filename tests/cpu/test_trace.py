@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -266,6 +267,32 @@ def test_no_records_and_no_gpu(records: np.ndarray, tmp_path: Path, monkeypatch:
     assert tool.main(["--read", str(tmp_path / "none.npz"), "--out", str(tmp_path)]) == 1
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tool.main(["--out", str(tmp_path)]) == 2
+
+
+def test_one_forward_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything of the tool but the kernels: of its forwards (one of them dry), the last one's records are kept."""
+    launches: list[str] = []
+
+    def launcher(kernel, buffer):
+        def launch(*args):
+            launches.append(type(kernel).__name__)
+            if buffer is not None:
+                traces.put(buffer, 0, 0, 5, Role.MATH, [(Phase.STORE, 10, 0, len(launches))], 1000)
+
+        return launch
+
+    monkeypatch.setattr(trace, "launcher", launcher)
+    monkeypatch.setattr(build, "stream_handle", lambda device: 0)
+    monkeypatch.setattr(build, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 30, 140 << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "no GPU")
+    shape = ["--hidden", "256", "--intermediate", "128", "--experts", "4", "--top-k", "2"]
+    args = tool.parse(["--kernel", "fc1,reduce", *shape, "--tokens", "8", "--tile-rows", "64", "--out", "x"])
+    with SingleWorld("cpu") as world:
+        records, dropped, title = tool.measure(args, world)
+    assert len(launches) == 8 * (2 + tool.WARM_UP + 1) and not dropped
+    assert [(r["kernel"], r["gpu"], r["sm"]) for r in records] == [("fc1", 0, 5), ("reduce", 0, 5)]
+    assert title == "no GPU: T 8, H 256, I 128, E 4, top-2, W 1, balanced routing, block scales"
 
 
 @pytest.mark.parametrize(
