@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from .comm.workspace import Workspace
 from .config import Knobs, MoEConfig
+from .errors import ConfigError
 from .inputs import Inputs
-from .kernels import build
+from .kernels import trace
 from .kernels.catalog import NAMES
 from .kernels.exchange import Exchange, ExchangeSpec, exchange_grid
 from .kernels.faults import NO_FAULTS, Faults
@@ -64,7 +66,11 @@ def check_knobs(cfg: MoEConfig, world_size: int, knobs: Knobs) -> None:
 
 
 class RankForward:
-    """Launches the seven kernels of a forward on one rank. Compiling happens in the constructor only."""
+    """Launches the seven kernels of a forward on one rank. Compiling happens in the constructor only.
+
+    traces: buffers of kernels.trace.buffers by kernel; those kernels are compiled to write a timeline into them.
+    Raises ConfigError when one is too small.
+    """
 
     def __init__(
         self,
@@ -79,20 +85,26 @@ class RankForward:
         num_sms: int,
         check_routes: bool = False,
         faults: Faults = NO_FAULTS,
+        traces: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         world_size = workspace.world.size
         local = cfg.experts_local(world_size)
         self._cfg, self._num_sms = cfg, num_sms
-        self._stages = {
-            pre: build.build(Stage(StageSpec.from_config(cfg, world_size, prequantized=pre, check_routes=check_routes)))
+        for name, buffer in traces.items():
+            if buffer.shape[0] < trace.most_ctas(name, num_sms):
+                raise ConfigError(f"traces[{name!r}]", tuple(buffer.shape), f"room for {num_sms} SMs")
+        made = lambda name, kernel: trace.launcher(kernel, traces.get(name))  # noqa: E731
+        stages = {
+            pre: StageSpec.from_config(cfg, world_size, prequantized=pre, check_routes=check_routes)
             for pre in (False, True)
         }
-        self._exchange = build.build(Exchange(ExchangeSpec.from_config(cfg, world_size, faults)))
-        self._pull = build.build(Pull(PullSpec.from_config(cfg, world_size, knobs, faults)))
-        self._fc1 = build.build(FC1(FC1Spec.from_config(cfg, local, knobs)))
-        self._fc2 = build.build(FC2(FC2Spec.from_config(cfg, local, knobs)))
-        self._token_back = build.build(TokenBack(TokenBackSpec.from_config(cfg, world_size, knobs, faults)))
-        self._reduce = build.build(Reduce(ReduceSpec.from_config(cfg, world_size, faults)))
+        self._stages = {pre: made("stage", Stage(spec)) for pre, spec in stages.items()}
+        self._exchange = made("exchange", Exchange(ExchangeSpec.from_config(cfg, world_size, faults)))
+        self._pull = made("pull", Pull(PullSpec.from_config(cfg, world_size, knobs, faults)))
+        self._fc1 = made("fc1", FC1(FC1Spec.from_config(cfg, local, knobs)))
+        self._fc2 = made("fc2", FC2(FC2Spec.from_config(cfg, local, knobs)))
+        self._token_back = made("token_back", TokenBack(TokenBackSpec.from_config(cfg, world_size, knobs, faults)))
+        self._reduce = made("reduce", Reduce(ReduceSpec.from_config(cfg, world_size, faults)))
         self._bind(workspace, rank, experts, layer, min(round(timeout_s * 1e9), 1 << 62))
 
     def _bind(self, ws: Workspace, rank: int, experts: ExpertWeights, layer: int, timeout_ns: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ class MegaMoE:
         check_routes: bool = False,
         *,
         _faults: Faults = NO_FAULTS,
+        _traces: Sequence[Mapping[str, torch.Tensor]] | None = None,  # buffers of kernels.trace, one dict a local rank
     ) -> None:
         if not isinstance(world, World):
             raise ConfigError("world", type(world).__name__, "a World, from megamoe.world() or VirtualWorld()")
@@ -92,6 +93,7 @@ class MegaMoE:
         self.cfg, self.world, self.experts = cfg, world, packs
         self._virtual = world.kind == "virtual"
         self._check_routes, self._faults = bool(check_routes), _faults
+        self._traces = _traces or [{} for _ in world.local_ranks]
         self._num_sms = [min(num_sms or world.num_sms(r), world.num_sms(r)) for r in world.local_ranks]
         x_scale, act_scale = packs[0].x_scale, packs[0].act_scale
         self._workspace = world.workspace(cfg, f"x_scale {x_scale}, act_scale {act_scale}, megamoe {__version__}")
@@ -123,8 +125,11 @@ class MegaMoE:
                         num_sms=sms,
                         check_routes=self._check_routes,
                         faults=self._faults,
+                        traces=traces,
                     )
-                    for rank, pack, sms in zip(self.world.local_ranks, self.experts, self._num_sms)
+                    for rank, pack, sms, traces in zip(
+                        self.world.local_ranks, self.experts, self._num_sms, self._traces
+                    )
                 ]
             for rank, forward in zip(self.world.local_ranks, self._forwards[knobs]):
                 device = self.world.device(rank)

@@ -54,6 +54,7 @@ BESIDE = (
     Group("modes-e5m2", ("tests/gpu/test_layer.py", "-k", "every_mode and e5m2")),
     Group("layer", ("tests/gpu/test_layer.py", "-k", "not every_mode and not any_problem")),
     Group("problems", ("tests/gpu/test_layer.py", "-k", "any_problem")),
+    Group("trace", ("tests/gpu/test_trace.py",)),
     Group("data", ("tests/gpu/test_data_kernels.py", "tests/gpu/test_examples.py")),
 )
 ALONE = (Group("faults", tuple(f"tests/gpu/test_{n}.py" for n in ("virtual", "faults", "graph", "killed_rank"))),)

@@ -1,7 +1,8 @@
 """Compile once per (kernel, spec), launch through TVM-FFI.
 
 A device kernel is a class with a frozen `spec` (what is compiled in) and `ARGS` (DSL types of its
-run-time arguments). `build` turns an instance into a function of plain ints and floats plus a stream.
+run-time arguments). `build` turns an instance into a function of plain ints and floats plus a stream, and
+the address of a trace buffer after it when the spec asks for records (trace.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import cutlass.cute as cute
 import torch
+from cutlass import Int64
 from cutlass.cute.runtime import make_fake_stream
 
 from ..errors import MegaMoEError
@@ -41,11 +43,12 @@ def capturing() -> bool:
 def compile_kernel(kernel: DeviceKernel, options: str = OPTIONS) -> Any:
     """Trace and compile for the target architecture; no cache. Needs no GPU when CUTE_DSL_ARCH is set."""
     fakes = [arg(0) for arg in kernel.ARGS]
-    return cute.compile(kernel, *fakes, make_fake_stream(), options=options)
+    extra = [Int64(0)] if getattr(kernel.spec, "trace", 0) else []
+    return cute.compile(kernel, *fakes, make_fake_stream(), *extra, options=options)
 
 
 def build(kernel: DeviceKernel) -> Callable[..., None]:
-    """The launcher of `kernel`: f(*ints and floats in ARGS order, stream handle).
+    """The launcher of `kernel`: f(*ints and floats in ARGS order, stream handle[, trace buffer]).
 
     Compiles on the first call for a (class, spec) and never again in the process. Raises MegaMoEError
     inside a graph capture, where compiling is not possible: call warmup() first.

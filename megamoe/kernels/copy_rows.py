@@ -12,7 +12,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32, Int64
 
-from . import prims
+from . import prims, trace
 
 SMEM_BUDGET = 192 * 1024
 WARPS = 4
@@ -77,6 +77,7 @@ def copy_batch(
     rows: Int32,
     nbytes: cutlass.Constexpr,
     depth: cutlass.Constexpr,
+    pen: trace.Tracer | None,
 ):
     """One warp: copy `rows` (0 to 32) rows of nbytes; lane i holds row i's addresses.
 
@@ -97,12 +98,16 @@ def copy_batch(
         this_target = cute.arch.shuffle_sync(target, i)
         if lane == 0:
             slot = (moved + i) % depth
+            since = trace.begin(pen)
             prims.mbar_wait(ring.barriers + 8 * slot, ((moved + i) // depth) & 1)
+            trace.waited(pen, since)
             prims.bulk_store(this_target, ring.buffers + slot * pitch, Int32(nbytes))
             prims.bulk_commit()
             if i > 0 and ahead < rows:
                 free = (moved + ahead) % depth
+                since = trace.begin(pen)
                 prims.bulk_wait_read(1)
+                trace.waited(pen, since)
                 prims.mbar_expect(ring.barriers + 8 * free, Int32(nbytes))
                 prims.bulk_load(ring.buffers + free * pitch, next_source, Int32(nbytes), ring.barriers + 8 * free)
     if lane == 0:

@@ -18,9 +18,10 @@ from cutlass import Int32, Int64
 from .. import wire
 from ..config import MoEConfig
 from . import control as ctl
-from . import prims
+from . import prims, trace
 from .faults import NO_FAULTS, Faults, random_delay
 from .routes import pack_word, scan_exclusive
+from .trace import Phase, Role
 
 THREADS = 256
 PER_THREAD = 8
@@ -29,12 +30,13 @@ CHUNK = THREADS * PER_THREAD
 
 @dataclass(frozen=True)
 class ExchangeSpec:
-    """What the exchange kernel compiles in."""
+    """What the exchange kernel compiles in. trace: see trace.py."""
 
     top_k: int
     experts_local: int
     world_size: int
     faults: Faults = NO_FAULTS
+    trace: int = 0
 
     @classmethod
     def from_config(cls, cfg: MoEConfig, world_size: int, faults: Faults = NO_FAULTS) -> ExchangeSpec:
@@ -192,6 +194,7 @@ class Exchange:
         counts: Int64,
         lists: Int64,
         list_capacity: Int32,
+        trace_at: Int64 | None,
     ):
         spec = self.spec
         places = make_places(spec)
@@ -201,6 +204,8 @@ class Exchange:
         epoch = ctl.running_epoch(control)
         slot = Int32(epoch & 1)
         random_delay(spec.faults)
+        pen = trace.tracer(spec.trace, trace_at, Int32(0), tid == 0)
+        began = trace.begin(pen)
         if ctl.cta_aborted(control) == 0:
             this_set = Int64(slot) * (spec.num_experts * 4)
             slot_source = Int64(slot * spec.world_size + rank)
@@ -211,10 +216,12 @@ class Exchange:
                     *(deltas, layer, counts + slot_source * (wire.counts_pitch(spec.experts_local) * 4)),
                     *(lists + slot_source * list_capacity * 8, send_start),
                 )
+        since = trace.end(pen, began, Role.CTA, Phase.SEND, block)
         cute.arch.sync_threads()
         if tid == 0:
             flag = control + 8 * (Int64(wire.list_flag(0, 0)) + slot * wire.MAX_RANKS + rank)
             ctl.publish(control, deltas, spec.world_size, control + 8 * wire.DONE_EXCHANGE, grid, flag, epoch)
+        trace.end(pen, since, Role.CTA, Phase.PUBLISH, block)
 
     @cute.jit
     def __call__(
@@ -234,8 +241,9 @@ class Exchange:
         list_capacity: Int32,
         grid: Int32,
         stream: cuda.CUstream,
+        trace_at: Int64 | None = None,
     ):
         self.exchange_kernel(
             *(control, deltas, rank, layer, tokens, ids, weights, send_counts, send_cursors, send_start),
-            *(counts, lists, list_capacity),
+            *(counts, lists, list_capacity, trace_at),
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from .. import wire
 from ..config import BLOCK, Knobs, MoEConfig
-from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_tiles, prims, rows
+from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_tiles, prims, rows, trace
+from .trace import Phase, Role
 
 
 @dataclass(frozen=True)
 class FC1Spec:
-    """What the FC1 kernel compiles in. debug: also store fp32 activations before quantisation."""
+    """What the FC1 kernel compiles in. debug: also store fp32 activations before quantisation. trace: see trace.py."""
 
     gemm: gemm_tiles.GemmSpec
     act_pitch: int
@@ -26,6 +27,7 @@ class FC1Spec:
     clamp: float | None
     weighted: bool
     debug: bool = False
+    trace: int = 0
 
     @classmethod
     def from_config(cls, cfg: MoEConfig, experts_local: int, knobs: Knobs, debug: bool = False) -> FC1Spec:
@@ -84,10 +86,13 @@ def fc1_tile(
         weights = tuple(load_scale(gemm_epilogue.row_address(pool_weight, 4, row)) for row in safe)
     values = cute.make_rmem_tensor(32 * items, Float32)
     for item in cutlass.range_constexpr(gemm.passes):
+        since = trace.begin(math.pen)
         stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase)
+        since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
         for half in cutlass.range_constexpr(gemm.halves):
             at = item * gemm.halves + half
             gemm_epilogue.activate(spec.clamp, math.acc[half], at, factor, not gemm.scaled, weights, values)
+        since = trace.end(math.pen, since, Role.MATH, Phase.ACTIVATE, tile.index)
     dests = tuple(gemm_epilogue.row_address(act, spec.act_pitch, row) for row in mine)
     gemm_epilogue.store_activation(
         *(gemm.fp8, spec.act_group if gemm.scaled else 0, spec.intermediate, items),
@@ -96,6 +101,7 @@ def fc1_tile(
     if cutlass.const_expr(spec.debug):
         dests = tuple(gemm_epilogue.row_address(debug, 4 * spec.intermediate, row) for row in mine)
         gemm_epilogue.store_debug(items, values, tile.column, math.quad, dests, live)
+    trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
     return stage, phase
 
 
@@ -131,16 +137,17 @@ class FC1:
         debug: Int64,
         x_scale: Float32,
         act_scale: Float32,
+        trace_at: Int64 | None,
     ):
         spec, gemm = self.spec, self.spec.gemm
         ring, schedule = gemm_load.start(gemm, ops, expert_start)
         if gemm_load.is_producer(gemm):
             scales = gemm_load.Scales(x + gemm.k, w_scale)
-            gemm_load.producer_role(gemm, ops, scales, ring, schedule)
+            gemm_load.producer_role(gemm, ops, scales, ring, schedule, spec.trace, trace_at)
         else:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
-            math = gemm_main.make_math_thread(gemm, ring, thread)
+            math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
             stage, phase = Int32(0), Int32(0)
             index, step = gemm_tiles.first_item(gemm)
             total = gemm_tiles.total_tiles(gemm, schedule)
@@ -180,10 +187,11 @@ class FC1:
         x_scale: Float32,
         act_scale: Float32,
         stream: cuda.CUstream,
+        trace_at: Int64 | None = None,
     ):
         gemm = self.spec.gemm
         ops = gemm_load.make_operands(gemm, x, w13, rows_total)
-        self.kernel(ops, x, expert_start, w13_scale, pool_weight, act, debug, x_scale, act_scale).launch(
+        self.kernel(ops, x, expert_start, w13_scale, pool_weight, act, debug, x_scale, act_scale, trace_at).launch(
             grid=(gemm_tiles.whole_clusters(gemm, grid), 1, 1),
             block=(gemm.threads, 1, 1),
             cluster=(gemm.cluster, 1, 1),

@@ -13,15 +13,17 @@ from torch import Tensor
 
 from .. import wire
 from ..config import Knobs, MoEConfig
-from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_tiles, prims, rows
+from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_tiles, prims, rows, trace
+from .trace import Phase, Role
 
 
 @dataclass(frozen=True)
 class FC2Spec:
-    """What the FC2 kernel compiles in. weighted: multiply by the routing weight."""
+    """What the FC2 kernel compiles in. weighted: multiply by the routing weight. trace: see trace.py."""
 
     gemm: gemm_tiles.GemmSpec
     weighted: bool
+    trace: int = 0
 
     @classmethod
     def from_config(cls, cfg: MoEConfig, experts_local: int, knobs: Knobs) -> FC2Spec:
@@ -70,10 +72,13 @@ def fc2_tile(
     if cutlass.const_expr(not gemm.scaled):
         factor = act_scale * load_scale(w_scale + Int64(tile.expert) * 4)
         factors = tuple(factor * f for f in factors) if spec.weighted else (factor, factor)
+    since = trace.begin(math.pen)
     stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase)
+    since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
     for half in cutlass.range_constexpr(gemm.halves):
         column = tile.column * gemm.halves + half
         gemm_epilogue.store_output(math.acc[half], factors, column, math.quad, dests, live)
+    trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
     return stage, phase
 
 
@@ -107,16 +112,17 @@ class FC2:
         pool_weight: Int64,
         y: Int64,
         act_scale: Float32,
+        trace_at: Int64 | None,
     ):
         spec, gemm = self.spec, self.spec.gemm
         ring, schedule = gemm_load.start(gemm, ops, expert_start)
         if gemm_load.is_producer(gemm):
             scales = gemm_load.Scales(act + gemm.k, w_scale)
-            gemm_load.producer_role(gemm, ops, scales, ring, schedule)
+            gemm_load.producer_role(gemm, ops, scales, ring, schedule, spec.trace, trace_at)
         else:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
-            math = gemm_main.make_math_thread(gemm, ring, thread)
+            math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
             stage, phase = Int32(0), Int32(0)
             index, step = gemm_tiles.first_item(gemm)
             total = gemm_tiles.total_tiles(gemm, schedule)
@@ -154,10 +160,11 @@ class FC2:
         grid: Int32,
         act_scale: Float32,
         stream: cuda.CUstream,
+        trace_at: Int64 | None = None,
     ):
         gemm = self.spec.gemm
         ops = gemm_load.make_operands(gemm, act, w2, rows_total)
-        self.kernel(ops, act, expert_start, w2_scale, pool_weight, y, act_scale).launch(
+        self.kernel(ops, act, expert_start, w2_scale, pool_weight, y, act_scale, trace_at).launch(
             grid=(gemm_tiles.whole_clusters(gemm, grid), 1, 1),
             block=(gemm.threads, 1, 1),
             cluster=(gemm.cluster, 1, 1),

@@ -15,7 +15,7 @@ from cutlass import AddressSpace, Boolean, Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..config import BLOCK
-from . import prims
+from . import prims, trace
 from .gemm_ring import FP8_TYPES, Ring, advance, init_ring, make_ring, scale_at, smem_layout
 from .gemm_tiles import (
     GemmSpec,
@@ -28,6 +28,7 @@ from .gemm_tiles import (
     make_schedule,
     total_tiles,
 )
+from .trace import Phase, Role
 
 PRODUCER_REGISTERS = 40
 
@@ -73,9 +74,15 @@ def make_operands(gemm: GemmSpec, a: Int64, b: Int64, rows_total: Int32) -> Oper
 
 @cute.jit
 def produce_tile(
-    gemm: cutlass.Constexpr, ops: Operands, ring: Ring, tile: Tile, stage: Int32, phase: Int32
+    gemm: cutlass.Constexpr,
+    ops: Operands,
+    ring: Ring,
+    tile: Tile,
+    stage: Int32,
+    phase: Int32,
+    pen: trace.Tracer | None,
 ) -> tuple[Int32, Int32]:
-    """TMA warp, all lanes: load every K block of a work item. Returns the ring state after it."""
+    """TMA warp, all lanes: load every K block of a work item. Returns the ring state after it. pen: see trace.py."""
     one = cute.make_layout(1)
     shifted = cute.domain_offset((tile.row, 0), ops.a)
     ga = cute.local_tile(shifted, (gemm.tile_rows, BLOCK), (0, None))
@@ -94,7 +101,7 @@ def produce_tile(
             from_b.append(source)
         for kb in cutlass.range(gemm.k_blocks, unroll=1):
             full = ring.full + stage
-            cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
+            trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, gemm.stage_bytes)
             if cutlass.const_expr(gemm.cluster == 1):
@@ -111,7 +118,13 @@ def produce_tile(
 
 @cute.jit
 def produce_scales(
-    gemm: cutlass.Constexpr, scales: Scales, ring: Ring, tile: Tile, stage: Int32, phase: Int32
+    gemm: cutlass.Constexpr,
+    scales: Scales,
+    ring: Ring,
+    tile: Tile,
+    stage: Int32,
+    phase: Int32,
+    pen: trace.Tracer | None,
 ) -> tuple[Int32, Int32]:
     """Scale warp, all lanes: copy the scales of every K block of a work item. Returns the ring state after it.
 
@@ -129,7 +142,7 @@ def produce_scales(
     )
     for _ in cutlass.range_constexpr(gemm.passes):
         for kb in cutlass.range(gemm.k_blocks, unroll=1):
-            cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
+            trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
             to = scale_at(gemm, ring, stage) + 4 * lane
             for i in cutlass.range_constexpr(gemm.tile_rows // 32):
                 for g in cutlass.range_constexpr(groups):
@@ -173,23 +186,40 @@ def meet(gemm: cutlass.Constexpr):
 
 
 @cute.jit
-def producer_role(gemm: cutlass.Constexpr, ops: Operands, scales: Scales, ring: Ring, schedule: Schedule):
-    """The producer warpgroup of a staged kernel: every tile of this CTA, by two of its warps."""
+def producer_role(
+    gemm: cutlass.Constexpr,
+    ops: Operands,
+    scales: Scales,
+    ring: Ring,
+    schedule: Schedule,
+    records: cutlass.Constexpr,
+    buffer: Int64 | None,
+):
+    """The producer warpgroup of a staged kernel: every tile of this CTA, by two of its warps.
+
+    records, buffer: see trace.tracer; slots of these warps come after those of the math warpgroups.
+    """
     cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
     warp = cute.arch.warp_idx() - 4 * gemm.warpgroups
     stage, phase = Int32(0), Int32(0)
     index, step = first_item(gemm)
     total = total_tiles(gemm, schedule)
     if warp == 0:
+        pen = trace.tracer(records, buffer, Int32(gemm.warpgroups), cute.arch.lane_idx() == 0)
         while index < total:
             tile = find_tile(gemm, schedule, index)
-            stage, phase = produce_tile(gemm, ops, ring, tile, stage, phase)
+            since = trace.begin(pen)
+            stage, phase = produce_tile(gemm, ops, ring, tile, stage, phase, pen)
+            trace.end(pen, since, Role.TMA, Phase.LOAD, tile.index)
             index += step
     if cutlass.const_expr(gemm.scaled):
         if warp == 1:
+            pen = trace.tracer(records, buffer, Int32(gemm.warpgroups + 1), cute.arch.lane_idx() == 0)
             while index < total:
                 tile = find_tile(gemm, schedule, index)
-                stage, phase = produce_scales(gemm, scales, ring, tile, stage, phase)
+                since = trace.begin(pen)
+                stage, phase = produce_scales(gemm, scales, ring, tile, stage, phase, pen)
+                trace.end(pen, since, Role.SCALES, Phase.LOAD_SCALES, tile.index)
                 index += step
 
 

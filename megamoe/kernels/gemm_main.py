@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from ..config import BLOCK
-from . import prims
+from . import prims, trace
 from .gemm_ring import FP8_TYPES, Ring, advance, release, scale_at
 from .gemm_tiles import WARPGROUP, Tile
 
@@ -30,6 +30,7 @@ class MathThread(NamedTuple):
 
     acc [halves] and temp are fp32 [64]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
     half. row counts from the tile's first row. zero and more are the MMA without and with accumulation.
+    pen: see trace.py.
     """
 
     zero: cute.TiledMma
@@ -40,11 +41,14 @@ class MathThread(NamedTuple):
     temp: cute.Tensor
     row: Int32
     quad: Int32
+    pen: trace.Tracer | None
 
 
 @cute.jit
-def make_math_thread(gemm: cutlass.Constexpr, ring: Ring, thread: Int32) -> MathThread:
-    """Views of math thread `thread` (0 .. 128 * warpgroups - 1)."""
+def make_math_thread(
+    gemm: cutlass.Constexpr, ring: Ring, thread: Int32, records: cutlass.Constexpr, buffer: Int64 | None
+) -> MathThread:
+    """Views of math thread `thread` (0 .. 128 * warpgroups - 1). records, buffer: see trace.tracer."""
     dtype = FP8_TYPES[gemm.fp8]
     zero, more = (
         hopper_helpers.make_trivial_tiled_mma(
@@ -67,7 +71,8 @@ def make_math_thread(gemm: cutlass.Constexpr, ring: Ring, thread: Int32) -> Math
     shape = zero.partition_shape_C((gemm.tile_rows, BLOCK))
     acc = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(gemm.halves))
     temp = cute.make_rmem_tensor(shape, Float32)
-    return MathThread(zero, more, a, b, acc, temp, thread // 32 * 16 + thread % 32 // 4, thread % 4)
+    pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
+    return MathThread(zero, more, a, b, acc, temp, thread // 32 * 16 + thread % 32 // 4, thread % 4, pen)
 
 
 @cute.jit
@@ -119,12 +124,12 @@ def sum_single(
 
     The next K block's WGMMAs are issued before the last one's stage is released.
     """
-    cute.arch.mbarrier_wait(ring.full + stage, phase)
+    trace.mbarrier_wait(math.pen, ring.full + stage, phase)
     multiply_stage(gemm, math, stage, False)
     last = stage
     stage, phase = advance(gemm, stage, phase)
     for _ in cutlass.range(gemm.k_blocks - 1, unroll=1):
-        cute.arch.mbarrier_wait(ring.full + stage, phase)
+        trace.mbarrier_wait(math.pen, ring.full + stage, phase)
         multiply_stage(gemm, math, stage, True)
         warpgroup.wait_group(1)
         release(gemm, ring, last)
@@ -158,7 +163,7 @@ def sum_promoted(
     for half in cutlass.range_constexpr(gemm.halves):
         math.acc[half].fill(0.0)
     for _ in cutlass.range(gemm.k_blocks, unroll=1):
-        cute.arch.mbarrier_wait(ring.full + stage, phase)
+        trace.mbarrier_wait(math.pen, ring.full + stage, phase)
         for half in cutlass.range_constexpr(gemm.halves):
             acc = math.acc[half]
             for g in cutlass.range_constexpr(groups):

@@ -151,12 +151,14 @@ class Schedule(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One work item. row: its first pool row; end: its expert's; column: its column tile (of GemmSpec.columns)."""
+    """One work item. row: its first pool row; end: its expert's; column: its column tile (of GemmSpec.columns);
+    index: of total_tiles, the same in all CTAs of a cluster."""
 
     expert: Int32
     row: Int32
     end: Int32
     column: Int32
+    index: Int32
 
 
 @cute.jit
@@ -226,4 +228,4 @@ def find_tile(gemm: cutlass.Constexpr, schedule: Schedule, index: Int32) -> Tile
     m_tiles = schedule.prefix[low + 1] - before
     m, n = tiles.split_tile(index - before * gemm.n_tiles, m_tiles, gemm.n_tiles)
     column = n * gemm.cluster + cluster_rank(gemm)
-    return Tile(low, schedule.start[low] + m * gemm.tile_rows, schedule.start[low + 1], column)
+    return Tile(low, schedule.start[low] + m * gemm.tile_rows, schedule.start[low + 1], column, index)

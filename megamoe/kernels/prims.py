@@ -193,6 +193,12 @@ def globaltimer(*, loc=None, ip=None) -> Int64:
     return _asm("mov.u64 $0, %globaltimer;", ["i64"], [], loc=loc, ip=ip)
 
 
+@dsl_user_op
+def smid(*, loc=None, ip=None) -> Int32:
+    """Number of the SM that the thread runs on."""
+    return _asm("mov.u32 $0, %smid;", ["i32"], [], pure=True, loc=loc, ip=ip)
+
+
 # ---- 1-D bulk copies and their barriers -----------------------------------------------------------
 # One thread issues them (CuTeDSL's own CopyBulk atoms changed twice who elects, so none are used).
 

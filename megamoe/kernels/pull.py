@@ -14,17 +14,18 @@ from .. import wire
 from ..config import Knobs, MoEConfig
 from ..errors import Cause, Phase
 from . import control as ctl
-from . import prims
+from . import prims, trace
 from .copy_rows import WARPS, Ring, copy_batch, make_ring, ring_depth
 from .faults import NO_FAULTS, Faults, random_delay
 from .routes import find_segment, high_word, low_word, pack_word, scan_exclusive
+from .trace import Role
 
 THREADS = 32 * WARPS
 
 
 @dataclass(frozen=True)
 class PullSpec:
-    """What the pull kernel compiles in."""
+    """What the pull kernel compiles in. trace: see trace.py."""
 
     experts_local: int
     world_size: int
@@ -32,6 +33,7 @@ class PullSpec:
     row: wire.RowFormat
     depth: int
     faults: Faults = NO_FAULTS
+    trace: int = 0
 
     @classmethod
     def from_config(cls, cfg: MoEConfig, world_size: int, knobs: Knobs, faults: Faults = NO_FAULTS) -> PullSpec:
@@ -166,6 +168,7 @@ class Pull:
         pool_x: Int64,
         pool_meta: Int64,
         pool_weight: Int64,
+        pen: trace.Tracer | None,
     ):
         """One warp's share of the pool, in batches of 32 rows: a lane finds its row's route, then the ring copies."""
         spec = self.spec
@@ -178,6 +181,7 @@ class Pull:
         base = block * WARPS + tid // 32
         moved = Int32(0)
         while base < total:
+            since = trace.begin(pen)
             row = base + lane * stride
             source_address = Int64(0)
             if row < total:
@@ -193,11 +197,14 @@ class Pull:
                 prims.st_i32(pool_weight + Int64(row) * 4, high_word(word))
             batch = cutlass.min((total - base + stride - 1) // stride, 32)
             target = pool_x + Int64(row) * spec.row.pitch
-            copy_batch(ring, moved, source_address, target, batch, spec.row.row_bytes, spec.depth)
+            copy_batch(ring, moved, source_address, target, batch, spec.row.row_bytes, spec.depth, pen)
+            trace.end(pen, since, Role.COPIER, trace.Phase.COPY, base)
             moved += batch
             base += stride * 32
+        since = trace.begin(pen)
         if lane == 0:
             prims.bulk_wait(0)
+        trace.end(pen, since, Role.COPIER, trace.Phase.DRAIN, Int32(trace.NO_TILE))
 
     @cute.kernel
     def pull_kernel(
@@ -215,6 +222,7 @@ class Pull:
         pool_weight: Int64,
         expert_start: Int64,
         pool_rows: Int32,
+        trace_at: Int64 | None,
     ):
         spec = self.spec
         ring = make_ring(spec.row.row_bytes, spec.depth)
@@ -226,12 +234,16 @@ class Pull:
         block, _, _ = cute.arch.block_idx()
         ended = ctl.ended_epoch(control)
         random_delay(spec.faults)
+        pen = trace.tracer(spec.trace, trace_at, tid // 32, tid % 32 == 0)
+        began = trace.begin(pen)
         seen = look_at_lists(control)
         epoch = ended + 1  # not earlier: the sum would wait for its load before the others go out
         slot = Int64(epoch & 1)
         total = Int32(0)
         if wait_lists(spec, control, deltas, rank, epoch, seen) != 0:
+            since = trace.end(pen, began, Role.COPIER, trace.Phase.WAIT_LISTS, Int32(trace.NO_TILE))
             total = lay_out_pool(spec, control, deltas, rank, layer, epoch, counts, segments, offsets)
+            trace.end(pen, since, Role.COPIER, trace.Phase.LAY_OUT, Int32(trace.NO_TILE))
             if total > pool_rows:
                 if tid == 0:
                     ctl.abort_all(
@@ -248,7 +260,7 @@ class Pull:
                 prims.st_i32(expert_start + expert * 4, first)
         self.pull_rows(
             *(ring, deltas, slot, segments, offsets, total, lists, list_capacity),
-            *(x_rows, pool_x, pool_meta, pool_weight),
+            *(x_rows, pool_x, pool_meta, pool_weight, pen),
         )
 
     @cute.jit
@@ -269,8 +281,9 @@ class Pull:
         pool_rows: Int32,
         grid: Int32,
         stream: cuda.CUstream,
+        trace_at: Int64 | None = None,
     ):
         self.pull_kernel(
             *(control, deltas, rank, layer, counts, lists, list_capacity, x_rows),
-            *(pool_x, pool_meta, pool_weight, expert_start, pool_rows),
+            *(pool_x, pool_meta, pool_weight, expert_start, pool_rows, trace_at),
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)

@@ -13,8 +13,9 @@ from .. import wire
 from ..config import MoEConfig
 from ..errors import Cause, Phase
 from . import control as ctl
-from . import prims
+from . import prims, trace
 from .faults import NO_FAULTS, Faults, random_delay
+from .trace import Role
 
 THREADS = 1024
 COLUMNS = 256  # a warp's columns of one token: 8 a lane
@@ -24,12 +25,13 @@ NAN_PAIR = 0x7FC07FC0
 
 @dataclass(frozen=True)
 class ReduceSpec:
-    """What the reduce kernel compiles in."""
+    """What the reduce kernel compiles in. trace: see trace.py."""
 
     hidden: int
     top_k: int
     world_size: int
     faults: Faults = NO_FAULTS
+    trace: int = 0
 
     @classmethod
     def from_config(cls, cfg: MoEConfig, world_size: int, faults: Faults = NO_FAULTS) -> ReduceSpec:
@@ -165,16 +167,23 @@ class Reduce:
         slots: Int64,
         y: Int64,
         host: Int64,
+        trace_at: Int64 | None,
     ):
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         ended = ctl.ended_epoch(control)
         random_delay(spec.faults)
+        pen = trace.tracer(spec.trace, trace_at, Int32(0), tid == 0)
+        began = trace.begin(pen)
         seen, sent = look_at_owners(spec, control, send_start)
         epoch = ended + 1  # not earlier: the sum would wait for its load before the others go out
         if wait_owners(spec, control, deltas, rank, epoch, seen, sent) != 0:
+            since = trace.end(pen, began, Role.CTA, trace.Phase.WAIT_ROWS, block)
             self.reduce_tokens(tokens, ids, slots, y)
+            trace.end(pen, since, Role.CTA, trace.Phase.SUM, block)
+        summed = trace.begin(pen)
         cute.arch.sync_threads()
         failed = Int32(0)
         if tid == 0:
@@ -186,6 +195,7 @@ class Reduce:
             nan = Int32(NAN_PAIR)
             for i in range(tid, tokens * (spec.hidden // 8), THREADS):
                 prims.st_v4(y + Int64(i) * 16, nan, nan, nan, nan)
+        trace.end(pen, summed, Role.CTA, trace.Phase.FINISH, block)
 
     @cute.jit
     def __call__(
@@ -201,7 +211,8 @@ class Reduce:
         host: Int64,
         grid: Int32,
         stream: cuda.CUstream,
+        trace_at: Int64 | None = None,
     ):
-        self.reduce_kernel(control, deltas, rank, tokens, ids, send_start, slots, y, host).launch(
+        self.reduce_kernel(control, deltas, rank, tokens, ids, send_start, slots, y, host, trace_at).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )

@@ -14,7 +14,8 @@ from .. import wire
 from ..config import MoEConfig
 from ..errors import BadInput, Cause, Phase
 from . import control as ctl
-from . import prims, quantize
+from . import prims, quantize, trace
+from .trace import Role
 
 THREADS = 256
 CHUNK = 512  # columns a warp quantises at once: 16 a lane, 8 lanes a scale group
@@ -23,7 +24,8 @@ ROUTES_PER_CTA = 1024
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What the stage kernel compiles in. prequantized: x is FP8 codes (and scales) already."""
+    """What the stage kernel compiles in. prequantized: x is FP8 codes (and scales) already.
+    trace: see trace.py."""
 
     hidden: int
     top_k: int
@@ -33,6 +35,7 @@ class StageSpec:
     block: bool
     prequantized: bool = False
     check_routes: bool = False
+    trace: int = 0
 
     @classmethod
     def from_config(
@@ -260,10 +263,13 @@ class Stage:
         send_counts: Int64,
         send_cursors: Int64,
         timeout_ns: Int64,
+        trace_at: Int64 | None,
     ):
         spec = self.spec
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
+        pen = trace.tracer(spec.trace, trace_at, Int32(0), tid == 0)
+        began = trace.begin(pen)
         epoch = ctl.running_epoch(control)
         this_set = Int64(epoch & 1) * (spec.num_experts * 4)
         other_set = spec.num_experts * 4 - this_set
@@ -289,7 +295,9 @@ class Stage:
                 weights_out,
                 send_counts + this_set,
             )
+            since = trace.end(pen, began, Role.CTA, trace.Phase.COUNT, block)
             self.quantize(x, x_scales, tokens, x_scale, x_rows)
+            trace.end(pen, since, Role.CTA, trace.Phase.QUANTIZE, block)
 
     @cute.jit
     def __call__(
@@ -313,6 +321,7 @@ class Stage:
         timeout_ns: Int64,
         grid: Int32,
         stream: cuda.CUstream,
+        trace_at: Int64 | None = None,
     ):
         self.stage_kernel(
             control,
@@ -332,4 +341,5 @@ class Stage:
             send_counts,
             send_cursors,
             timeout_ns,
+            trace_at,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream)

@@ -12,17 +12,19 @@ from cutlass import Int32, Int64
 from .. import wire
 from ..config import Knobs, MoEConfig
 from . import control as ctl
-from . import prims
+from . import prims, trace
 from .copy_rows import WARPS, Ring, copy_batch, make_ring, pieces, ring_depth
 from .faults import NO_FAULTS, Faults, random_delay
 from .routes import high_word, low_word
+from .trace import Phase, Role
 
 THREADS = 32 * WARPS
 
 
 @dataclass(frozen=True)
 class TokenBackSpec:
-    """What the token-back kernel compiles in. pieces: bulk copies a row of 2 * hidden bytes takes."""
+    """What the token-back kernel compiles in. pieces: bulk copies a row of 2 * hidden bytes takes.
+    trace: see trace.py."""
 
     hidden: int
     experts_local: int
@@ -30,6 +32,7 @@ class TokenBackSpec:
     pieces: int
     depth: int
     faults: Faults = NO_FAULTS
+    trace: int = 0
 
     @classmethod
     def from_config(cls, cfg: MoEConfig, world_size: int, knobs: Knobs, faults: Faults = NO_FAULTS) -> TokenBackSpec:
@@ -54,7 +57,15 @@ class TokenBack:
 
     @cute.jit
     def return_rows(
-        self, ring: Ring, control: Int64, deltas: Int64, total: Int32, pool_meta: Int64, pool_y: Int64, slots: Int64
+        self,
+        ring: Ring,
+        control: Int64,
+        deltas: Int64,
+        total: Int32,
+        pool_meta: Int64,
+        pool_y: Int64,
+        slots: Int64,
+        pen: trace.Tracer | None,
     ):
         """One warp's share of the pool; stops storing once a rank has aborted."""
         spec = self.spec
@@ -67,6 +78,7 @@ class TokenBack:
         base = block * WARPS + tid // 32
         moved = Int32(0)
         while base < units:
+            since = trace.begin(pen)
             unit = base + lane * stride
             source = Int64(0)
             target = Int64(0)
@@ -82,13 +94,16 @@ class TokenBack:
             batch = cutlass.min((units - base + stride - 1) // stride, 32)
             if dead:
                 batch = Int32(0)
-            copy_batch(ring, moved, source, target, batch, spec.piece_bytes, spec.depth)
+            copy_batch(ring, moved, source, target, batch, spec.piece_bytes, spec.depth, pen)
+            trace.end(pen, since, Role.COPIER, Phase.COPY, base)
             moved += batch
             base += stride * 32
+        since = trace.begin(pen)
         if lane == 0:
             prims.bulk_wait(0)
             prims.fence_proxy_async()
             prims.fence_sys()
+        trace.end(pen, since, Role.COPIER, Phase.DRAIN, Int32(trace.NO_TILE))
 
     @cute.kernel
     def token_back_kernel(
@@ -100,6 +115,7 @@ class TokenBack:
         pool_meta: Int64,
         pool_y: Int64,
         slots: Int64,
+        trace_at: Int64 | None,
     ):
         spec = self.spec
         ring = make_ring(spec.piece_bytes, spec.depth)
@@ -109,11 +125,14 @@ class TokenBack:
         random_delay(spec.faults)
         prims.fence_proxy_async()
         total = prims.ld_i32(expert_start + 4 * spec.experts_local)
-        self.return_rows(ring, control, deltas, total, pool_meta, pool_y, slots)
+        pen = trace.tracer(spec.trace, trace_at, tid // 32, tid % 32 == 0)
+        self.return_rows(ring, control, deltas, total, pool_meta, pool_y, slots, pen)
+        since = trace.begin(pen)
         cute.arch.sync_threads()
         if tid == 0:
             flag = control + 8 * (wire.RETURN_FLAG + Int64(rank))
             ctl.publish(control, deltas, spec.world_size, control + 8 * wire.DONE_RETURN, grid, flag, epoch)
+        trace.end(pen, since, Role.COPIER, Phase.PUBLISH, Int32(trace.NO_TILE))
 
     @cute.jit
     def __call__(
@@ -127,7 +146,8 @@ class TokenBack:
         slots: Int64,
         grid: Int32,
         stream: cuda.CUstream,
+        trace_at: Int64 | None = None,
     ):
-        self.token_back_kernel(control, deltas, rank, expert_start, pool_meta, pool_y, slots).launch(
+        self.token_back_kernel(control, deltas, rank, expert_start, pool_meta, pool_y, slots, trace_at).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
