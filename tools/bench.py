@@ -31,7 +31,8 @@ impl, note, skipped   "megamoe" or the peer; how its numbers or work differ, or 
 scale, routing, T, tile_rows, rows_per_expert, experts   settings of the point (experts: those with rows)
 us, us_min, p10, p90   median microseconds, least and percentiles of `runs` samples, of the slowest rank
 runs, packs, batches   samples; layers whose weights took turns; of host, batches (us and us_min: of their medians)
-us_each, gbps_each, link_gbps_each   of link: a launch among four in a row, (time of four - us) / 3, and its rates
+us_each, gbps_each, link_gbps_each   of link: a launch among four in a row, (time of four - us) / 3, and its rates;
+             the bars hold for these, which have no event pair in them
 event_pair_us      the clock's own share of every time: an event pair around nothing; nothing is subtracted
 bytes, gbps        bytes that the kernel moves (GEMM: reads and writes), and 10^9 of them a second
 link_bytes, link_gbps        bytes over NVLink one way, scales counted, and their rate

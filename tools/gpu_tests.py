@@ -3,9 +3,9 @@
     python tools/gpu_tests.py [--logs DIR]
 
 Most of the time of the GPU tests is compiling on one core, so their files run as processes beside each
-other, spread over the GPUs of the machine. Tests with deadlines have a GPU of their own at that time, or
-follow alone when there are fewer than three. Then the rank tests, under torchrun with 2, 4 and 8 processes
-where there are GPUs for them. Exit status 1 when anything failed.
+other, spread over the GPUs of the machine. Tests with deadlines (faults, ranks) have GPUs of their own: with
+four they run beside the others, with fewer after them. The rank tests run under torchrun with 2, 4 and 8
+processes where there are GPUs for them. Exit status 1 when anything failed.
 """
 
 from __future__ import annotations
@@ -68,11 +68,15 @@ def outcome(text: str) -> str:
 
 def rounds(gpus: int) -> list[list[tuple[Group, str | None]]]:
     """What runs beside each other, round after round: groups with the GPUs that they see (None: all)."""
-    spare = 1 if gpus > 2 else 0
-    beside = [(group, str(number % (gpus - spare))) for number, group in enumerate(BESIDE)]
-    alone = [(group, f"{gpus - 1},0" if spare else None) for group in ALONE]
-    ranks = [[(Group(f"ranks{n}", ("tests/ranks",), ranks=n), None)] for n in (2, 4, 8) if n <= gpus]
-    return [beside + alone, *ranks] if spare else [beside, alone, *ranks]
+    ranks = [(Group(f"ranks{n}", ("tests/ranks",), ranks=n), None) for n in (2, 4, 8) if n <= gpus]
+    if gpus < 4:
+        beside = [(group, str(number % gpus)) for number, group in enumerate(BESIDE)]
+        return [beside, [(group, None) for group in ALONE], *([one] for one in ranks)]
+    shared = gpus - 3
+    together = [(group, str(number % shared)) for number, group in enumerate(BESIDE)]
+    together += [(group, f"{shared},0") for group in ALONE]  # one of them takes a second GPU for a moment
+    together += [(ranks[0][0], f"{gpus - 2},{gpus - 1}")]
+    return [together, *([one] for one in ranks[1:])]
 
 
 def run(groups: list[tuple[Group, str | None]], logs: Path) -> dict[Group, tuple[int, str]]:

@@ -121,6 +121,8 @@ def test_measured_figures():
         (dict(what="stages", name="pull", T=8192), None),
         (dict(what="link", name="pull", link_bytes=64_000_000, link_gbps=321), True),
         (dict(what="link", name="token_back", link_bytes=64_000_000, link_gbps=339), False),
+        (dict(what="link", name="pull", link_bytes=64_000_000, link_gbps=316, link_gbps_each=321), True),
+        (dict(what="link", name="pull", link_bytes=64_000_000, link_gbps=321, link_gbps_each=319), False),
         (dict(what="link", name="pull", link_bytes=63_000_000, link_gbps=1), None),
         (dict(what="gemm", name="fc1", rows_per_expert=512, tflops=700), True),
         (dict(what="gemm", name="fc2", rows_per_expert=512, tflops=699), False),

@@ -51,12 +51,14 @@ def test_rounds(gpus):
     assert len(groups) == len(set(groups))
     assert {*gpu_tests.BESIDE, *gpu_tests.ALONE} <= set(groups)
     assert [group.ranks for group in groups if group.ranks] == [n for n in (2, 4, 8) if n <= gpus]
-    for beside in plan:  # deadlines: a GPU that no other process uses
-        first = [None if visible is None else visible.split(",")[0] for _, visible in beside]
-        for group, visible in beside:
-            if group in gpu_tests.ALONE or group.ranks:
-                assert len(beside) == 1 or first.count(visible.split(",")[0]) == 1
-        assert all(int(v) < gpus for v in first if v)
+    for beside in plan:  # deadlines: GPUs that no other process uses
+        seen = {group: [] if visible is None else visible.split(",") for group, visible in beside}
+        assert all(int(gpu) < gpus for gpu in sum(seen.values(), []))
+        for group, visible in seen.items():
+            if len(beside) > 1 and (group in gpu_tests.ALONE or group.ranks):
+                own = visible if group.ranks else visible[:1]
+                others = sum((gpus_of for other, gpus_of in seen.items() if other != group), [])
+                assert own and not {*own} & {*others}
 
 
 def test_shown_commands_quote_what_needs_it():

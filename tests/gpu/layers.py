@@ -63,6 +63,7 @@ def launch_one(moe: MegaMoE, p: Problem, outs: list[torch.Tensor], rank: int) ->
 
 def launch_held(moe: MegaMoE, p: Problem, outs: list[torch.Tensor], late: int, kernel: str, cycles: int) -> None:
     """Enqueue all ranks' forwards kernel by kernel; rank `late` sleeps for `cycles` in front of `kernel`."""
+    torch.cuda._sleep(1)  # loads it: a module load would wait for the ranks that wait for the late one
     torch.cuda.synchronize()
     for rank in moe.world.local_ranks:
         steps = moe.steps(rank, p.xs[rank], p.ids[rank], p.weights[rank], outs[rank])
