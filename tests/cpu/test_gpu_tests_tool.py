@@ -53,11 +53,11 @@ def test_rounds(gpus):
     assert [group.ranks for group in groups if group.ranks] == [n for n in (2, 4, 8) if n <= gpus]
     for beside in plan:  # deadlines: GPUs that no other process uses
         seen = {group: [] if visible is None else visible.split(",") for group, visible in beside}
-        assert all(int(gpu) < gpus for gpu in sum(seen.values(), []))
+        assert all(int(gpu) < gpus for visible in seen.values() for gpu in visible)
         for group, visible in seen.items():
             if len(beside) > 1 and (group in gpu_tests.ALONE or group.ranks):
                 own = visible if group.ranks else visible[:1]
-                others = sum((gpus_of for other, gpus_of in seen.items() if other != group), [])
+                others = [gpu for other, gpus_of in seen.items() if other != group for gpu in gpus_of]
                 assert own and not {*own} & {*others}
 
 
