@@ -90,7 +90,8 @@ def check_gemm(found: CompileReport, gemm: gemm_tiles.GemmSpec) -> None:
     math = 128 * gemm.warpgroups
     assert threads_of(found.ptx) == math + 128
     less, more = (int(re.search(rf"setmaxnreg\.{way}\S*\s+(\d+)", found.ptx)[1]) for way in ("dec", "inc"))
-    assert 128 * less + math * more <= REGISTER_FILE
+    # More than the launch allotted, and the last warpgroup waits for registers for ever.
+    assert 128 * less + math * more <= found.registers * threads_of(found.ptx)
 
 
 def check_fc1(found: CompileReport, spec: FC1Spec) -> None:

@@ -30,7 +30,7 @@ from .gemm_tiles import (
 )
 from .trace import Phase, Role
 
-PRODUCER_REGISTERS = 32
+PRODUCER_REGISTERS = 40
 
 
 class Operands(NamedTuple):

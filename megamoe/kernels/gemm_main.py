@@ -19,10 +19,10 @@ from cutlass.utils import hopper_helpers
 
 from ..config import BLOCK
 from . import prims, trace
-from .gemm_ring import FP8_TYPES, Ring, advance, release, release_at, scale_at
+from .gemm_ring import FP8_TYPES, Ring, advance, release, scale_at
 from .gemm_tiles import WARPGROUP, Tile
 
-MATH_REGISTERS = 240
+MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are allotted at launch
 
 
 class MathThread(NamedTuple):
@@ -30,7 +30,7 @@ class MathThread(NamedTuple):
 
     acc [halves] and temp are fp32 [64]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
     half. row counts from the tile's first row. zero and more are the MMA without and with accumulation.
-    empty: see gemm_ring.release_at. pen: see trace.py.
+    pen: see trace.py.
     """
 
     zero: cute.TiledMma
@@ -41,7 +41,6 @@ class MathThread(NamedTuple):
     temp: cute.Tensor
     row: Int32
     quad: Int32
-    empty: Int32
     pen: trace.Tracer | None
 
 
@@ -73,9 +72,7 @@ def make_math_thread(
     acc = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(gemm.halves))
     temp = cute.make_rmem_tensor(shape, Float32)
     pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
-    return MathThread(
-        zero, more, a, b, acc, temp, thread // 32 * 16 + thread % 32 // 4, thread % 4, release_at(gemm, ring), pen
-    )
+    return MathThread(zero, more, a, b, acc, temp, thread // 32 * 16 + thread % 32 // 4, thread % 4, pen)
 
 
 @cute.jit
@@ -135,11 +132,11 @@ def sum_single(
         trace.mbarrier_wait(math.pen, ring.full + stage, phase)
         multiply_stage(gemm, math, stage, True)
         warpgroup.wait_group(1)
-        release(gemm, ring, math.empty, last)
+        release(gemm, ring, last)
         last = stage
         stage, phase = advance(gemm, stage, phase)
     warpgroup.wait_group(0)
-    release(gemm, ring, math.empty, last)
+    release(gemm, ring, last)
     return stage, phase
 
 
@@ -157,68 +154,35 @@ def load_factors(gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: I
 
 
 @cute.jit
-def promote(
-    gemm: cutlass.Constexpr,
-    math: MathThread,
-    half: cutlass.Constexpr,
-    g: cutlass.Constexpr,
-    factors: cute.Tensor,
-):
-    """acc of a half += temp, in "block" mode times the factors of group g."""
-    acc = math.acc[half]
-    if cutlass.const_expr(gemm.scaled):
-        for chunk in cutlass.range_constexpr(16):
-            for i in cutlass.range_constexpr(4):
-                factor = factors[2 * g + i // 2, chunk % 2 if gemm.paired else half]
-                acc[4 * chunk + i] += math.temp[4 * chunk + i] * factor
-    else:
-        acc.store(acc.load() + math.temp.load())
-
-
-@cute.jit
-def await_stage(
-    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, factors: cute.Tensor
-):
-    """Wait for a full stage and read its scales, if any, into `factors`."""
-    trace.mbarrier_wait(math.pen, ring.full + stage, phase)
-    if cutlass.const_expr(gemm.scaled):
-        load_factors(gemm, ring, math, stage, factors)
-
-
-@cute.jit
 def sum_promoted(
     gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32
 ) -> tuple[Int32, Int32]:
-    """acc = sum over K groups in fp32 registers, times scales in "block" mode. Returns the ring state after it.
-
-    The next stage is awaited and its scales are read while the tensor cores run a stage's last WGMMAs, so that
-    nothing stands between two batches of WGMMAs but the additions.
-    """
+    """acc = sum over K groups in fp32 registers, times scales in "block" mode. Returns the ring state after it."""
     groups = BLOCK // gemm.group if gemm.scaled else 1
-    count = 4 // groups
     factors = cute.make_rmem_tensor((2 * groups, gemm.w_scales), Float32)
-    following = cute.make_rmem_tensor_like(factors)
     for half in cutlass.range_constexpr(gemm.halves):
         math.acc[half].fill(0.0)
-    await_stage(gemm, ring, math, stage, phase, factors)
-    for kb in cutlass.range(gemm.k_blocks, unroll=1):
-        next_stage, next_phase = advance(gemm, stage, phase)
+    for _ in cutlass.range(gemm.k_blocks, unroll=1):
+        trace.mbarrier_wait(math.pen, ring.full + stage, phase)
         for half in cutlass.range_constexpr(gemm.halves):
+            acc = math.acc[half]
             for g in cutlass.range_constexpr(groups):
                 warpgroup.fence()
-                multiply(math, math.temp, stage, stage * gemm.halves + half, count * g, count, False)
+                multiply(math, math.temp, stage, stage * gemm.halves + half, 4 // groups * g, 4 // groups, False)
                 warpgroup.commit_group()
+                if cutlass.const_expr(gemm.scaled and half == 0 and g == 0):
+                    load_factors(gemm, ring, math, stage, factors)
+                warpgroup.wait_group(0)
                 if cutlass.const_expr(half == gemm.halves - 1 and g == groups - 1):
-                    if kb + 1 < gemm.k_blocks:
-                        await_stage(gemm, ring, math, next_stage, next_phase, following)
-                    warpgroup.wait_group(0)
-                    release(gemm, ring, math.empty, stage)
+                    release(gemm, ring, stage)
+                if cutlass.const_expr(not gemm.scaled):
+                    acc.store(acc.load() + math.temp.load())
                 else:
-                    warpgroup.wait_group(0)
-                promote(gemm, math, half, g, factors)
-        if cutlass.const_expr(gemm.scaled):
-            factors.store(following.load())
-        stage, phase = next_stage, next_phase
+                    for chunk in cutlass.range_constexpr(16):
+                        for i in cutlass.range_constexpr(4):
+                            factor = factors[2 * g + i // 2, chunk % 2 if gemm.paired else half]
+                            acc[4 * chunk + i] += math.temp[4 * chunk + i] * factor
+        stage, phase = advance(gemm, stage, phase)
     return stage, phase
 
 

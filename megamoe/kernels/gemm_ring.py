@@ -80,26 +80,14 @@ def advance(gemm: cutlass.Constexpr, stage: Int32, phase: Int32) -> tuple[Int32,
 
 
 @cute.jit
-def release_at(gemm: cutlass.Constexpr, ring: Ring) -> Int32:
-    """Where a lane of a math warp arrives to release stage 0: at the barrier of CTA `lane` of its cluster."""
-    at = prims.smem_addr(ring.empty)
-    if cutlass.const_expr(gemm.cluster > 1):
-        at = prims.cluster_addr(at, cute.arch.lane_idx() % gemm.cluster)
-    return at
-
-
-@cute.jit
-def release(gemm: cutlass.Constexpr, ring: Ring, at: Int32, stage: Int32):
-    """All lanes of a math warp, after its reads of the stage: hand it back to the producers that fill it.
-
-    at: of release_at.
-    """
+def release(gemm: cutlass.Constexpr, ring: Ring, stage: Int32):
+    """All lanes of a math warp, after its reads of the stage: hand it back to the producers that fill it."""
     lane = cute.arch.lane_idx()
     if cutlass.const_expr(gemm.cluster == 1):
         if lane == 0:
             cute.arch.mbarrier_arrive(ring.empty + stage)
     elif lane < gemm.cluster:
-        prims.mbar_arrive_cluster(at + 8 * stage)
+        cute.arch.mbarrier_arrive(ring.empty + stage, lane)
 
 
 @cute.jit

@@ -267,18 +267,6 @@ def mbar_expect(mbar: Int32, nbytes: Int32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def cluster_addr(addr: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
-    """Cluster-window address of the same shared memory in CTA `rank` of the cluster."""
-    return _asm("mapa.shared::cluster.u32 $0, $1, $2;", ["i32"], [Int32(addr), Int32(rank)], pure=True, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def mbar_arrive_cluster(mbar: Int32, *, loc=None, ip=None) -> None:
-    """Arrive once (release at cluster scope) on an mbarrier at an address of cluster_addr."""
-    _asm("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", [], [Int32(mbar)], loc=loc, ip=ip)
-
-
-@dsl_user_op
 def mbar_wait(mbar: Int32, parity: Int32, *, loc=None, ip=None) -> None:
     """Wait for the phase of `parity`. CTA-local only: the arrivals come whatever peers do."""
     text = (
