@@ -1,0 +1,180 @@
+"""A model of the ring between a GEMM's producer and math warpgroups, for one CTA or a cluster that shares loads.
+
+Agents take steps in any order; a step is possible when its barrier's phase is. Modelled as the kernels have it
+(gemm_ring.py, gemm_load.py, gemm_main.py): barriers `full` (one arrival of the own producer, and the parts of the
+stage that any CTA of the cluster loads into it) and `empty` (one arrival a math warpgroup of every CTA that shares
+the stage), both with a parity that waiters poll. A load lands at any time after it was issued.
+
+Rules that the test holds: a part is never written over a stage that a warpgroup may still read, a warpgroup
+never reads a part of another K block, and everybody gets to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Barrier:
+    """An mbarrier: `need` arrivals and no outstanding part end a phase."""
+
+    need: int
+    arrived: int = 0
+    parts: int = 0
+    phase: int = 0
+
+    def arrive(self, parts: int = 0) -> None:
+        """Arrive once and expect `parts` more."""
+        self.arrived += 1
+        self.parts += parts
+        self._end()
+
+    def land(self) -> None:
+        """A part is there; it may be before the arrival that expects it."""
+        self.parts -= 1
+        self._end()
+
+    def _end(self) -> None:
+        if self.arrived == self.need and self.parts == 0:
+            self.arrived, self.phase = 0, self.phase + 1
+
+    def passed(self, parity: int) -> bool:
+        """What a wait for `parity` sees: the phase of that parity is over."""
+        return self.phase % 2 != parity
+
+
+@dataclass(frozen=True)
+class Shape:
+    """stages: of the ring. k_blocks: that every warpgroup consumes. rows, cols: CTAs of the cluster. warpgroups: of a
+    CTA. lookahead: math awaits the next stage before it releases one. counted: warpgroups that `empty` counts, those
+    of the whole cluster unless a fault is planted."""
+
+    stages: int
+    k_blocks: int
+    rows: int = 1
+    cols: int = 1
+    warpgroups: int = 2
+    lookahead: bool = False
+    counted: int | None = None
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of the cluster."""
+        return self.rows * self.cols
+
+
+@dataclass
+class Stage:
+    """A stage of one CTA. holds: the K block of each part that landed ("a" in `cols` parts, "b" in `rows`)."""
+
+    full: Barrier
+    empty: Barrier
+    holds: dict[tuple[str, int], int] = field(default_factory=dict)
+    readers: int = 0
+
+
+class Broken(AssertionError):
+    """A rule was broken."""
+
+
+class Ring:
+    """All stages of a cluster, and loads that are on their way."""
+
+    def __init__(self, shape: Shape) -> None:
+        counted = shape.ctas * shape.warpgroups if shape.counted is None else shape.counted
+        self.shape = shape
+        self.stages = [[Stage(Barrier(1), Barrier(counted)) for _ in range(shape.stages)] for _ in range(shape.ctas)]
+        self.flying: list[tuple[int, int, tuple[str, int], int]] = []
+        self.done = 0
+
+    def land(self, index: int) -> None:
+        """Load `index` of those on their way arrives."""
+        cta, at, part, kb = self.flying.pop(index)
+        stage = self.stages[cta][at]
+        if stage.readers:
+            raise Broken(f"CTA {cta} stage {at}: K block {kb} lands while {stage.readers} warpgroups read")
+        stage.holds[part] = kb
+        stage.full.land()
+
+    def agents(self) -> list[Iterator[bool]]:
+        """One producer and the math warpgroups of each CTA. An agent yields whether it can go on."""
+        ctas = range(self.shape.ctas)
+        math = [self._math(cta) for cta in ctas for _ in range(self.shape.warpgroups)]
+        return [*(self._produce(cta) for cta in ctas), *math]
+
+    def _produce(self, cta: int) -> Iterator[bool]:
+        shape = self.shape
+        row, col = divmod(cta, shape.cols)
+        at, phase = 0, 0
+        for kb in range(shape.k_blocks):
+            stage = self.stages[cta][at]
+            while not stage.empty.passed(phase ^ 1):
+                yield False
+            stage.full.arrive(shape.cols + shape.rows)
+            yield True
+            for peer in range(shape.cols):  # this CTA's part of A, to its row
+                self.flying.append((row * shape.cols + peer, at, ("a", col), kb))
+            yield True
+            for peer in range(shape.rows):  # this CTA's part of B, to its column
+                self.flying.append((peer * shape.cols + col, at, ("b", row), kb))
+            yield True
+            at, phase = self._advance(at, phase)
+        self.done += 1
+
+    def _math(self, cta: int) -> Iterator[bool]:
+        shape = self.shape
+        at, phase = 0, 0
+        while not self.stages[cta][at].full.passed(phase):
+            yield False
+        for kb in range(shape.k_blocks):
+            stage = self.stages[cta][at]
+            stage.readers += 1
+            self._check(stage, kb, cta, at)
+            yield True
+            following = self._advance(at, phase)
+            if shape.lookahead and kb + 1 < shape.k_blocks:
+                while not self.stages[cta][following[0]].full.passed(following[1]):
+                    yield False
+            self._check(stage, kb, cta, at)
+            stage.readers -= 1
+            for other in self.stages:
+                other[at].empty.arrive()
+                yield True
+            at, phase = following
+            if not shape.lookahead and kb + 1 < shape.k_blocks:
+                while not self.stages[cta][at].full.passed(phase):
+                    yield False
+        self.done += 1
+
+    def _check(self, stage: Stage, kb: int, cta: int, at: int) -> None:
+        parts = self.shape.cols + self.shape.rows
+        if len(stage.holds) != parts or set(stage.holds.values()) != {kb}:
+            raise Broken(f"CTA {cta} stage {at}: K block {kb} wanted, the stage holds {stage.holds}")
+
+    def _advance(self, at: int, phase: int) -> tuple[int, int]:
+        return (0, phase ^ 1) if at + 1 == self.shape.stages else (at + 1, phase)
+
+
+def run(shape: Shape, choose) -> None:
+    """Run to the end; choose(n) picks one of n possible steps. Raises Broken."""
+    ring = Ring(shape)
+    agents = ring.agents()
+    while agents or ring.flying:
+        order = list(range(len(agents) + len(ring.flying)))
+        moved = False
+        while order and not moved:
+            index = order.pop(choose(len(order)))
+            if index >= len(agents):
+                ring.land(index - len(agents))
+                moved = True
+                break
+            try:
+                moved = next(agents[index])
+            except StopIteration:
+                agents.pop(index)
+                moved = True
+        if not moved:
+            raise Broken(f"nobody can go on: {len(agents)} agents left of a ring of {shape}")
+    if ring.done != shape.ctas * (1 + shape.warpgroups):
+        raise Broken("an agent did not finish")

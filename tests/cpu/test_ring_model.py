@@ -1,0 +1,52 @@
+"""The GEMMs' ring in every order of steps: no stage is overwritten while it is read, nobody waits for ever."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cpu.ring_model import Broken, Shape, run
+
+SHAPES = st.builds(
+    Shape,
+    stages=st.integers(2, 5),
+    k_blocks=st.integers(1, 12),
+    rows=st.integers(1, 2),
+    cols=st.integers(1, 2),
+    warpgroups=st.integers(1, 2),
+    lookahead=st.booleans(),
+)
+
+
+def choices(seed: int, eager: float):
+    """Random steps; `eager` is how often the first one is taken, so that single agents run far ahead."""
+    rng = random.Random(seed)
+    return lambda n: 0 if rng.random() < eager else rng.randrange(n)
+
+
+@given(SHAPES, st.integers(0, 1 << 32), st.sampled_from([0.0, 0.5, 0.95]))
+def test_every_order_ends_well(shape: Shape, seed: int, eager: float) -> None:
+    run(shape, choices(seed, eager))
+
+
+@pytest.mark.parametrize("eager", [0.0, 0.5])
+def test_counting_only_the_own_warpgroups_is_found(eager: float) -> None:
+    """Without the other CTA's arrivals its part of A lands on a stage that is still read, or a phase ends early."""
+    shape = Shape(stages=2, k_blocks=12, cols=2, counted=2)
+    with pytest.raises(Broken):
+        for seed in range(200):
+            run(shape, choices(seed, eager))
+
+
+def test_lookahead_over_a_single_stage_is_found() -> None:
+    """It would wait for the stage that it holds."""
+    with pytest.raises(Broken, match="nobody can go on"):
+        run(Shape(stages=1, k_blocks=2, lookahead=True), choices(1, 0.0))
+
+
+def test_too_many_arrivals_counted_is_found() -> None:
+    with pytest.raises(Broken, match="nobody can go on"):
+        run(Shape(stages=3, k_blocks=6, counted=3), choices(1, 0.0))
