@@ -27,6 +27,7 @@ SECTIONS = ("ceilings", "stages", "link", "gemm", "e2e", "host")
 GEMMS = ("fc1", "fc2")
 TOKENS, QUICK_TOKENS = (8, 64, 512, 2048, 8192, 32768), (8, 512, 8192)
 SPARE_BYTES = 14 << 30  # tokens, results, dense operands and the ceilings' buffers
+KNOBS_HELP = "fields of Knobs, as in tile_rows=128,tile_cols=256, or auto, what the layer chooses (default)"
 ALL_PEERS = peers.LAYER_PEERS | peers.GEMM_PEERS
 TORCH_PEERS = ("torch", "scaled_mm", "scaled_grouped_mm")
 LIBRARIES = {"flashinfer_pull": "flashinfer", "flashinfer_push": "flashinfer", "deep_gemm": "deep_gemm"}
@@ -64,7 +65,9 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     )
     top.add_argument("--virtual", type=int, metavar="N", help="N ranks (2 to 8) on one GPU; without peers")
     top.add_argument(
-        "--knobs", default="auto", help="fields of Knobs, as in tile_rows=128,tile_cols=256; or auto (default)"
+        "--knobs",
+        default="auto",
+        help=f"{KNOBS_HELP}; for GEMMs alone several, in quotes with ; between them",
     )
     top.add_argument("--quick", action="store_true", help="fewer points and samples")
     top.add_argument("--seed", type=int, default=0)
@@ -75,7 +78,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
 
 def parse(argv: list[str] | None, processes: int, description: str | None = None) -> argparse.Namespace:
     """Checked arguments with every default filled in. Adds world_size, shape (None preset if it is not one's),
-    scales, gemms, layer_peers, gemm_peers, given_tokens and runs (samples of a point)."""
+    scales, gemms, layer_peers, gemm_peers, settings, given_tokens and runs (samples of a point)."""
     top = parser(description)
     args = top.parse_args(argv)
     if args.virtual is not None and not 2 <= args.virtual <= 8:
@@ -97,21 +100,33 @@ def parse(argv: list[str] | None, processes: int, description: str | None = None
         args.preset = None
     scale = args.scale or ("block" if args.quick else "both")
     args.scales = ("block", "tensor") if scale == "both" else (scale,)
-    args.knobs = _knobs(top, args.knobs)
+    _settings(top, args)
     args.given_tokens = args.tokens is not None
     args.tokens = sorted(args.tokens or (QUICK_TOKENS if args.quick else TOKENS))
     args.runs = 10 if args.quick else 20
     return args
 
 
-def _knobs(top: argparse.ArgumentParser, text: str) -> Knobs | None:
-    """Knobs of "field=number,field=number"; None of "auto"."""
+def parse_knobs(top: argparse.ArgumentParser, text: str) -> Knobs | None:
+    """Knobs of "field=number,field=number"; None of "auto". Another text ends the command line `top`."""
     if text == "auto":
         return None
     try:
         return Knobs(**{name: int(number) for name, number in (part.split("=") for part in text.split(","))})
     except (TypeError, ValueError) as error:
         top.error(f"--knobs {text}: auto, or fields of Knobs as in tile_rows=128,cluster=2 ({error})")
+
+
+def _settings(top: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fill in `settings`, Knobs or None by text, and `knobs`, the first: the only one where layers run."""
+    texts = ["".join(part.split()) for part in args.knobs.split(";")]
+    args.settings = {text: parse_knobs(top, text) for text in texts}
+    if len(args.settings) < len(texts):
+        top.error(f"--knobs {args.knobs}: a setting is there twice")
+    whole = [what for what in args.what if what not in ("ceilings", "gemm")]
+    if len(texts) > 1 and whole:
+        top.error(f"--knobs: {len(texts)} settings are for --what gemm, fc1 or fc2 alone, not for {', '.join(whole)}")
+    args.knobs = args.settings[texts[0]]
 
 
 def _sections(top: argparse.ArgumentParser, args: argparse.Namespace, processes: int) -> None:

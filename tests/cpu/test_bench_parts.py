@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megamoe import Knobs
 from megamoe.comm import SingleWorld
 from tests.cpu.bench_stand_ins import GB
 
@@ -26,6 +27,11 @@ bench, forwards, machine, options, peers, measure, timing = map(importlib.import
         (["--virtual", "9"], 1, "2 to 8"),
         (["--virtual", "2"], 2, "without torchrun"),
         (["--knobs", "tile_rows=96"], 1, "--knobs tile_rows=96"),
+        (["--knobs", "auto;tile_row=64", "--what", "fc1"], 1, "--knobs tile_row=64: auto, or fields of Knobs"),
+        (["--knobs", "auto;", "--what", "fc1"], 1, "--knobs : auto, or fields of Knobs"),
+        (["--knobs", "auto;tile_rows=64; auto", "--what", "fc1"], 1, "a setting is there twice"),
+        (["--knobs", "auto;tile_rows=64"], 1, "2 settings are for --what gemm, fc1 or fc2 alone, not for stages, e2e"),
+        (["--knobs", "auto;tile_rows=64", "--what", "fc1,link"], 2, "alone, not for link"),
         (["--routing", "balanced,skewed"], 1, "--routing skewed: one of balanced, random, zipf"),
         (["--routing", "empty_rank"], 1, "several ranks"),
         (["--peers", "torch,deepep"], 1, "--peers deepep: one of torch, flashinfer_pull"),
@@ -58,6 +64,9 @@ def test_choices():
     assert len(args.layer_peers) == len(args.gemm_peers) == 3 and args.gemms == ("fc1", "fc2")
     args = options.parse(["--preset", "v4-pro", "--experts", "192"], 1)
     assert args.preset == "v4-pro" and args.shape == dict(hidden=7168, intermediate=3072, num_experts=192, top_k=6)
+    args = options.parse(["--what", "ceilings,fc2", "--knobs", "auto; tile_rows=64, cluster=2"], 1)
+    assert args.settings == {"auto": None, "tile_rows=64,cluster=2": Knobs(tile_rows=64, cluster=2)}
+    assert args.knobs is None and options.parse(["--knobs", "stages=4"], 1).settings == {"stages=4": Knobs(stages=4)}
     args = options.parse(["--top-k", "4", "--intermediate", "1024"], 1)
     assert args.preset is None and args.shape["top_k"] == 4 and args.shape["intermediate"] == 1024
 
