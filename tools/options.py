@@ -25,6 +25,8 @@ SECTIONS = ("ceilings", "stages", "link", "gemm", "e2e", "host")
 """Sections in the order in which they run."""
 
 GEMMS = ("fc1", "fc2")
+GEMM_ROWS, QUICK_GEMM_ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096), (1, 64, 512)
+LEAST_GAP_US = 200  # the sleep also covers the host's launch time
 TOKENS, QUICK_TOKENS = (8, 64, 512, 2048, 8192, 32768), (8, 512, 8192)
 SPARE_BYTES = 14 << 30  # tokens, results, dense operands and the ceilings' buffers
 KNOBS_HELP = "fields of Knobs, as in tile_rows=128,tile_cols=256, or auto, what the layer chooses (default)"
@@ -69,6 +71,19 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
         default="auto",
         help=f"{KNOBS_HELP}; for GEMMs alone several, in quotes with ; between them",
     )
+    top.add_argument("--gemm-rows", type=numbers, help="rows an expert of section gemm, a comma list (1..4096)")
+    top.add_argument(
+        "--gemm-experts", type=int, default=32, help="experts with rows there (default: 32; at most what fits)"
+    )
+    top.add_argument(
+        "--gemm-skew",
+        type=words,
+        default=["balanced"],
+        help=f"how rows are spread over them, a comma list of {', '.join(inputs.SKEWS)} (default: balanced)",
+    )
+    top.add_argument(
+        "--gap-us", type=float, default=2000.0, help="GPU sleep before each sample there, 200 or more (default: 2000)"
+    )
     top.add_argument("--quick", action="store_true", help="fewer points and samples")
     top.add_argument("--seed", type=int, default=0)
     top.add_argument("--timeout-s", type=float, default=60.0, help="limit of every wait for a peer (default: 60)")
@@ -101,6 +116,7 @@ def parse(argv: list[str] | None, processes: int, description: str | None = None
     scale = args.scale or ("block" if args.quick else "both")
     args.scales = ("block", "tensor") if scale == "both" else (scale,)
     _settings(top, args)
+    _gemms(top, args)
     args.given_tokens = args.tokens is not None
     args.tokens = sorted(args.tokens or (QUICK_TOKENS if args.quick else TOKENS))
     args.runs = 10 if args.quick else 20
@@ -142,6 +158,20 @@ def _sections(top: argparse.ArgumentParser, args: argparse.Namespace, processes:
             top.error(f"--what {what}: without --virtual")
     args.gemms = tuple(name for name in GEMMS if name in named or "gemm" in named)
     args.what = [what for what in SECTIONS if what in named or (what == "gemm" and args.gemms)]
+
+
+def _gemms(top: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Check the options of section gemm and fill in `gemm_rows`, in ascending order."""
+    args.gemm_rows = sorted(set(args.gemm_rows or (QUICK_GEMM_ROWS if args.quick else GEMM_ROWS)))
+    if args.gemm_rows[0] < 1:
+        top.error(f"--gemm-rows {args.gemm_rows[0]}: 1 or more")
+    if args.gemm_experts < 1:
+        top.error(f"--gemm-experts {args.gemm_experts}: 1 or more")
+    for kind in args.gemm_skew:
+        if kind not in inputs.SKEWS:
+            top.error(f"--gemm-skew {kind}: one of {', '.join(inputs.SKEWS)}")
+    if not LEAST_GAP_US <= args.gap_us <= 1e6:
+        top.error(f"--gap-us {args.gap_us:g}: {LEAST_GAP_US} to 1000000")
 
 
 def _peers(top: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -32,6 +32,10 @@ bench, forwards, machine, options, peers, measure, timing = map(importlib.import
         (["--knobs", "auto;tile_rows=64; auto", "--what", "fc1"], 1, "a setting is there twice"),
         (["--knobs", "auto;tile_rows=64"], 1, "2 settings are for --what gemm, fc1 or fc2 alone, not for stages, e2e"),
         (["--knobs", "auto;tile_rows=64", "--what", "fc1,link"], 2, "alone, not for link"),
+        (["--gemm-rows", "64,0"], 1, "--gemm-rows 0: 1 or more"),
+        (["--gemm-experts", "0"], 1, "--gemm-experts 0: 1 or more"),
+        (["--gemm-skew", "balanced,hot"], 1, "--gemm-skew hot: one of balanced, zipf"),
+        (["--gap-us", "35"], 1, "--gap-us 35: 200 to 1000000"),
         (["--routing", "balanced,skewed"], 1, "--routing skewed: one of balanced, random, zipf"),
         (["--routing", "empty_rank"], 1, "several ranks"),
         (["--peers", "torch,deepep"], 1, "--peers deepep: one of torch, flashinfer_pull"),
@@ -48,7 +52,9 @@ def test_defaults(monkeypatch):
     args = options.parse([], 1)
     assert args.scales == ("block", "tensor") and args.knobs is None and "gemm" in args.what and "link" not in args.what
     assert (args.layer_peers, args.gemm_peers) == (("torch",), ("scaled_mm", "scaled_grouped_mm"))
-    assert args.preset == "v3" and args.routing == ["balanced"]
+    assert args.preset == "v3" and args.routing == args.gemm_skew == ["balanced"]
+    assert (args.gemm_rows[0], args.gemm_rows[-1], args.gemm_experts, args.gap_us) == (1, 4096, 32, 2000)
+    assert options.parse(["--gemm-rows", "512,64,512"], 1).gemm_rows == [64, 512]
     args = options.parse(["--quick", "--knobs", "tile_rows=64"], 2)
     assert args.scales == ("block",) and args.knobs.tile_rows == 64 and "link" in args.what
     monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: name == "flashinfer" or None)
@@ -140,6 +146,18 @@ def test_forwards_sleep_longer_while_they_are_short(monkeypatch):
         slept.clear()
         assert forwards._measure(b, {"a": int}, tokens) == {"a": [1.0] * runs} and set(slept) == {cycles}
     assert clock.sleep_cycles == 2_000_000
+
+
+def test_a_gap_is_a_sleep_before_each_sample(monkeypatch):
+    slept = []
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 1024)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    clock = timing.Clock(SingleWorld("cpu"))
+    with pytest.raises(KeyError), clock.gap(500):
+        clock.lead_in()
+        raise KeyError
+    clock.lead_in()
+    assert slept == [1_000_000, 2_000_000]  # cycles of 2 GHz
 
 
 def test_summary():
