@@ -5,8 +5,8 @@ covers the host's launch time, and, with several ranks, an all-reduce that lets 
 the event, the launches, the event; the host waits only after the last event. An event pair around nothing
 measures 1 to 2 us (row `event pair`); it is part of every figure.
 
-The sleep also lets the GPU cool between samples: with 35 us between them an H200 at its power limit slows a dense FP8
-GEMM from 1500 to 1200 TFLOPS within a second, and with 2 ms, in turns with others, it stays at 1500 (`Clock.gap`).
+The sleep also keeps the GPU below its power limit. Seen on H200s: samples 35 us apart slow a dense FP8 GEMM from 1500
+to 1200 TFLOPS within a second; 2 ms apart, in turns with others, it stays at 1500 (`Clock.gap`).
 """
 
 from __future__ import annotations
