@@ -3,13 +3,17 @@
     python tools/bench.py --out tools/results/h200.jsonl
     torchrun --standalone --nproc-per-node=2 tools/bench.py --out tools/results/h200x2.jsonl
     python tools/bench.py --virtual 4 --routing hot_expert
+    python tools/bench.py --what fc1,fc2 --knobs "auto;tile_rows=64;tile_cols=256,cluster=2" --gemm-rows 64,512
+    python tools/compare.py A.jsonl B.jsonl     # whether two runs agree
 
 Sections (--what, a comma list; default: those that fit the number of ranks):
 ceilings  HBM read and copy, dense FP8 GEMM, reads and writes of a peer GPU (always measured: floors need them)
 stages    each of the seven kernels inside whole forwards, events between the launches
 link      the same with every route remote and 64 MB and more a rank: pull and token_back over NVLink, alone and
           four times in a row
-gemm      fc1 and fc2 alone, 1 to 4096 rows on each of up to 32 experts (--what fc1,fc2: one of them)
+gemm      fc1 and fc2 alone, 1 to 4096 rows on each of up to 32 experts (--what fc1,fc2: one of them; --gemm-rows,
+          --gemm-experts). --gemm-skew zipf, or balanced,zipf: as many rows in all, of the n-th most wanted expert
+          in proportion to n ** -1.2
 e2e       whole forwards, eager and as a CUDA graph
 host      host time of one eager forward: 5 batches of 50 calls, garbage collector off within a batch, no pinning
 
@@ -18,6 +22,10 @@ run, or whose result is not ours, has a row that says why. Up to T = 64, ours ta
 where memory allows, so that no cache holds them (peers keep to the first's; L2 is flushed for all). With several ranks
 each sample starts together on all of them, pull, token_back and reduce too in `stages` and `link` (their waits for
 peers are in `e2e`), and the slowest rank counts.
+--knobs takes several settings, in quotes with ; between them, where gemm is the only section: each has rows of its
+own, in turns with the others and with the peers on the same tensors. One that the shape refuses says why.
+--gap-us N: before each sample of gemm the GPU sleeps N us (default 2000; other sections: 1000, short forwards of e2e
+3000), between the flush of L2 and the meeting of ranks. Under a power limit shorter gaps favour whoever runs first.
 --virtual N puts N ranks on one GPU: a time is that of all ranks together, floors add up their work, no bars hold.
 How time is taken: timing.py. What is counted as bytes, and floors: floors.py.
 
@@ -28,7 +36,11 @@ Expected time on H200s: about 100 s by default on one GPU with torch's peers, 50
 what, name   section; kernel, ceiling, for e2e and host "eager", "graph" or "compute" (of a peer whose inputs are
              staged beforehand); what "gpu": when a reading was taken, "start" or after a section of a scale mode
 impl, note, skipped   "megamoe" or the peer; how its numbers or work differ, or how ours was taken; why it has no time
-scale, routing, T, tile_rows, rows_per_expert, experts   settings of the point (experts: those with rows)
+scale, routing, T, tile_rows, rows_per_expert, experts   settings of the point (rows_per_expert: on average over
+             `experts`; tile_rows: of the knobs that ran)
+skew, most_rows, experts_hit   of uneven rows: "zipf", the most rows of an expert, experts with a row (floors count
+             the weights of these)
+gap_us       GPU sleep before each sample of a gemm row
 us, us_min, p10, p90   median microseconds, least and percentiles of `runs` samples, of the slowest rank
 runs, packs, batches   samples; layers whose weights took turns; of host, batches (us and us_min: of their medians)
 us_each, gbps_each, link_gbps_each   of link: a launch among four in a row, (time of four - us) / 3, and its rates;
@@ -40,13 +52,15 @@ tflops, dense_tflops, weights_tbps   of a GEMM, or of a forward's two products o
              torch._scaled_mm at the GEMM's M, N, K; 10^12 bytes of weights a second
 copy_share         of stage and reduce: bytes a second over those of the measured copy
 floor_us, floor_by, over_floor       the floor (for peers too: the problem's, by our bytes), what sets it, us / floor_us
-over_<peer>, ours_us   our time over the peer's in the turns that both took; of a peer's row: our median in them
+over_<peer>, ours_us   our time over the peer's in the turns that both took; of a peer's row: our median in them, of
+             the first setting of --knobs that ran
 bar, ok            the bar that the row is held to and whether it passes
 rank, traffic      rank whose time it is; largest of each count of routes over ranks (floors.Traffic)
 seconds, sm_mhz, mem_mhz, watts, celsius, clock_reasons   of a gpu row: since the start; lowest clocks, highest power
              and temperature over ranks, bits of reasons for a lower clock, as nvidia-smi reads them (none is set)
 preset (null: a shape of its own), world ("processes" or "virtual"), execution, commit, date, command, gpu, driver,
-torch, cuda, dsl, megamoe, W, hidden, intermediate, num_experts, top_k, max_tokens, fp8, accum, knobs, seed   the run
+torch, cuda, dsl, megamoe, W, hidden, intermediate, num_experts, top_k, max_tokens, fp8, accum, seed   the run
+knobs        a setting as --knobs has it: our own where there are several; else, and of all other rows, the first
 """
 
 from __future__ import annotations
@@ -126,7 +140,7 @@ class Bench:
         self.rows.append(row)
         if self.args.out and self.rank == 0:
             with self.args.out.open("a") as file:
-                file.write(json.dumps(row | self.meta) + "\n")
+                file.write(json.dumps(row | self.meta | row) + "\n")
 
     def read_gpus(self, moment: str) -> None:
         """A row of clocks, power and temperature. Collective."""
@@ -149,7 +163,7 @@ class Bench:
         return {name: self.dense.rate(rows, n, k) for name, (n, k) in sizes.items()}
 
     def knobs(self, cfg: MoEConfig, world_size: int, tokens: int) -> Knobs:
-        """What --knobs says, else what the layer chooses."""
+        """What --knobs says first, else what the layer chooses."""
         from megamoe.sched import heuristics
 
         return self.args.knobs or heuristics.choose_knobs(cfg, world_size, tokens)

@@ -18,6 +18,11 @@ ROUTINGS = ("balanced", "random", "zipf", "hot_expert", "empty_rank")
 """balanced: each rank uses its experts equally often. random: uniform. zipf: the n-th most wanted expert has weight
 1 / n. hot_expert: expert 0 has a row of every token. empty_rank: the last rank has no tokens, the others balanced."""
 
+SKEWS = ("balanced", "zipf")
+"""Rows of experts in a GEMM alone. balanced: equal. zipf: as zipf_counts says."""
+
+ZIPF_EXPONENT = 1.2
+
 
 def generator(seed: int, device: torch.device | str) -> torch.Generator:
     """A seeded generator on `device`."""
@@ -71,6 +76,17 @@ def zipf_ids(tokens: int, top_k: int, num_experts: int, seed: int, g: torch.Gene
     noise = torch.rand(tokens, num_experts, generator=g, device=g.device).clamp_(min=1e-20).log_().neg_().log_()
     scores = noise.neg_() - (order + 1).float().log()  # Gumbel's trick: the largest K are such a draw
     return scores.topk(top_k, dim=1).indices.to(torch.int32).contiguous()
+
+
+def zipf_counts(total: int, experts: int, seed: int) -> tuple[int, ...]:
+    """Rows of each expert, `total` in all: the n-th most wanted has a share of n ** -ZIPF_EXPONENT, rounded so that
+    those with the largest remainders get one more. Which expert is how wanted is a permutation of `seed`."""
+    wanted = torch.arange(1, experts + 1, dtype=torch.float64) ** -ZIPF_EXPONENT
+    wanted *= total / wanted.sum()
+    counts = wanted.floor()
+    remainders = (wanted - counts).argsort(descending=True, stable=True)
+    counts[remainders[: total - int(counts.sum())]] += 1
+    return tuple(counts[torch.randperm(experts, generator=generator(seed, "cpu"))].long().tolist())
 
 
 def hot_ids(tokens: int, top_k: int, experts: torch.Tensor, g: torch.Generator) -> torch.Tensor:

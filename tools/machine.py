@@ -37,7 +37,7 @@ def describe_run(args: argparse.Namespace, world: Any, configs: dict[str, MoECon
         **dict(driver=doctor.driver_release(), torch=torch.__version__, cuda=torch.version.cuda),
         **dict(dsl=doctor.version("nvidia-cutlass-dsl"), megamoe=megamoe.__version__, W=world.size),
         **dict(world="virtual" if args.virtual else "processes", preset=args.preset, execution="staged", **shape),
-        **dict(fp8=cfg.fp8, accum=args.accum, knobs=args.knobs.describe() if args.knobs else "auto", seed=args.seed),
+        **dict(fp8=cfg.fp8, accum=args.accum, knobs=next(iter(args.settings)), seed=args.seed),
     )
 
 

@@ -25,8 +25,11 @@ SECTIONS = ("ceilings", "stages", "link", "gemm", "e2e", "host")
 """Sections in the order in which they run."""
 
 GEMMS = ("fc1", "fc2")
+GEMM_ROWS, QUICK_GEMM_ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096), (1, 64, 512)
+LEAST_GAP_US = 200  # the sleep also covers the host's launch time
 TOKENS, QUICK_TOKENS = (8, 64, 512, 2048, 8192, 32768), (8, 512, 8192)
 SPARE_BYTES = 14 << 30  # tokens, results, dense operands and the ceilings' buffers
+KNOBS_HELP = "fields of Knobs, as in tile_rows=128,tile_cols=256, or auto, what the layer chooses (default)"
 ALL_PEERS = peers.LAYER_PEERS | peers.GEMM_PEERS
 TORCH_PEERS = ("torch", "scaled_mm", "scaled_grouped_mm")
 LIBRARIES = {"flashinfer_pull": "flashinfer", "flashinfer_push": "flashinfer", "deep_gemm": "deep_gemm"}
@@ -64,7 +67,22 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     )
     top.add_argument("--virtual", type=int, metavar="N", help="N ranks (2 to 8) on one GPU; without peers")
     top.add_argument(
-        "--knobs", default="auto", help="fields of Knobs, as in tile_rows=128,tile_cols=256; or auto (default)"
+        "--knobs",
+        default="auto",
+        help=f"{KNOBS_HELP}; for GEMMs alone several, in quotes with ; between them",
+    )
+    top.add_argument("--gemm-rows", type=numbers, help="rows an expert of section gemm, a comma list (1..4096)")
+    top.add_argument(
+        "--gemm-experts", type=int, default=32, help="experts with rows there (default: 32; at most what fits)"
+    )
+    top.add_argument(
+        "--gemm-skew",
+        type=words,
+        default=["balanced"],
+        help=f"how rows are spread over them, a comma list of {', '.join(inputs.SKEWS)} (default: balanced)",
+    )
+    top.add_argument(
+        "--gap-us", type=float, default=2000.0, help="GPU sleep before each sample there, 200 or more (default: 2000)"
     )
     top.add_argument("--quick", action="store_true", help="fewer points and samples")
     top.add_argument("--seed", type=int, default=0)
@@ -75,7 +93,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
 
 def parse(argv: list[str] | None, processes: int, description: str | None = None) -> argparse.Namespace:
     """Checked arguments with every default filled in. Adds world_size, shape (None preset if it is not one's),
-    scales, gemms, layer_peers, gemm_peers, given_tokens and runs (samples of a point)."""
+    scales, gemms, layer_peers, gemm_peers, settings, given_tokens and runs (samples of a point)."""
     top = parser(description)
     args = top.parse_args(argv)
     if args.virtual is not None and not 2 <= args.virtual <= 8:
@@ -97,21 +115,34 @@ def parse(argv: list[str] | None, processes: int, description: str | None = None
         args.preset = None
     scale = args.scale or ("block" if args.quick else "both")
     args.scales = ("block", "tensor") if scale == "both" else (scale,)
-    args.knobs = _knobs(top, args.knobs)
+    _settings(top, args)
+    _gemms(top, args)
     args.given_tokens = args.tokens is not None
     args.tokens = sorted(args.tokens or (QUICK_TOKENS if args.quick else TOKENS))
     args.runs = 10 if args.quick else 20
     return args
 
 
-def _knobs(top: argparse.ArgumentParser, text: str) -> Knobs | None:
-    """Knobs of "field=number,field=number"; None of "auto"."""
+def parse_knobs(top: argparse.ArgumentParser, text: str) -> Knobs | None:
+    """Knobs of "field=number,field=number"; None of "auto". Another text ends the command line `top`."""
     if text == "auto":
         return None
     try:
         return Knobs(**{name: int(number) for name, number in (part.split("=") for part in text.split(","))})
     except (TypeError, ValueError) as error:
         top.error(f"--knobs {text}: auto, or fields of Knobs as in tile_rows=128,cluster=2 ({error})")
+
+
+def _settings(top: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fill in `settings`, Knobs or None by text, and `knobs`, the first: the only one where layers run."""
+    texts = ["".join(part.split()) for part in args.knobs.split(";")]
+    args.settings = {text: parse_knobs(top, text) for text in texts}
+    if len(args.settings) < len(texts):
+        top.error(f"--knobs {args.knobs}: a setting is there twice")
+    whole = [what for what in args.what if what not in ("ceilings", "gemm")]
+    if len(texts) > 1 and whole:
+        top.error(f"--knobs: {len(texts)} settings are for --what gemm, fc1 or fc2 alone, not for {', '.join(whole)}")
+    args.knobs = args.settings[texts[0]]
 
 
 def _sections(top: argparse.ArgumentParser, args: argparse.Namespace, processes: int) -> None:
@@ -127,6 +158,20 @@ def _sections(top: argparse.ArgumentParser, args: argparse.Namespace, processes:
             top.error(f"--what {what}: without --virtual")
     args.gemms = tuple(name for name in GEMMS if name in named or "gemm" in named)
     args.what = [what for what in SECTIONS if what in named or (what == "gemm" and args.gemms)]
+
+
+def _gemms(top: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Check the options of section gemm and fill in `gemm_rows`, in ascending order."""
+    args.gemm_rows = sorted(set(args.gemm_rows or (QUICK_GEMM_ROWS if args.quick else GEMM_ROWS)))
+    if args.gemm_rows[0] < 1:
+        top.error(f"--gemm-rows {args.gemm_rows[0]}: 1 or more")
+    if args.gemm_experts < 1:
+        top.error(f"--gemm-experts {args.gemm_experts}: 1 or more")
+    for kind in args.gemm_skew:
+        if kind not in inputs.SKEWS:
+            top.error(f"--gemm-skew {kind}: one of {', '.join(inputs.SKEWS)}")
+    if not LEAST_GAP_US <= args.gap_us <= 1e6:
+        top.error(f"--gap-us {args.gap_us:g}: {LEAST_GAP_US} to 1000000")
 
 
 def _peers(top: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ USUAL = {
     "routing": "balanced",
     "execution": "staged",
     "world": "processes",
+    "skew": "balanced",
 }
 """Values that file names leave out."""
 
@@ -52,7 +53,7 @@ def timed(rows: Iterable[Row], what: str) -> list[Row]:
 
 def setting(row: Row) -> tuple[tuple[str, Any], ...]:
     """What rows of one figure have in common."""
-    return tuple((key, row.get(key) or USUAL.get(key)) for key in (*SETTING, "routing"))
+    return tuple((key, row.get(key) or USUAL.get(key)) for key in (*SETTING, "routing", "skew"))
 
 
 def preset(row: Row) -> str | None:

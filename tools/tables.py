@@ -16,8 +16,8 @@ COLUMNS = {
         *("floor_us", "over_floor", "bar", "ok"),
     ),
     "gemm": (
-        *("scale", "rows_per_expert", "name", "impl", "tile_rows", "us", "p10", "p90", "tflops", "weights_tbps"),
-        *("floor_us", "floor_by", "over_floor", "over_*", "bar", "ok", "skipped"),
+        *("scale", "rows_per_expert", "skew", "name", "impl", "knobs", "tile_rows", "us", "p10", "p90", "tflops"),
+        *("weights_tbps", "floor_us", "floor_by", "over_floor", "over_*", "bar", "ok", "skipped"),
     ),
     "e2e": (
         *("scale", "routing", "T", "impl", "name", "us", "us_min", "p10", "p90", "tflops"),

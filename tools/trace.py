@@ -2,6 +2,7 @@
 
     python tools/trace.py --tokens 512 --out DIR                   # every kernel
     python tools/trace.py --kernel fc1,fc2 --scale tensor --out DIR
+    python tools/trace.py --kernel fc1 --knobs tile_rows=128,tile_cols=256 --out DIR
     python tools/trace.py --virtual 2 --devices 0,1 --out DIR      # two ranks, a GPU each, in one process
     python tools/trace.py --read DIR/trace.npz --out DIR           # the same files from stored records; no GPU
 
@@ -34,7 +35,6 @@ import timeline  # noqa: E402
 import torch  # noqa: E402
 
 import megamoe  # noqa: E402
-from megamoe import Knobs  # noqa: E402
 from megamoe.kernels import trace as tracing  # noqa: E402
 from megamoe.kernels.catalog import NAMES  # noqa: E402
 
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--routing", choices=inputs.ROUTINGS, default="balanced")
     top.add_argument("--virtual", type=int, metavar="N", help="N ranks (2 to 8) in this process")
     top.add_argument("--devices", type=words, help="GPUs of the N ranks, a comma list (default: the first)")
-    top.add_argument("--tile-rows", type=int, choices=(64, 128), help="default: what the layer chooses for T")
+    top.add_argument("--knobs", default="auto", help=options.KNOBS_HELP)
     top.add_argument("--seed", type=int, default=0)
     top.add_argument("--sms", type=int, help="trace.json holds the first N SMs only: it is large for many tokens")
     top.add_argument("--read", type=Path, metavar="trace.npz", help="records of an earlier run")
@@ -88,7 +88,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         top.error("--routing empty_rank: needs several ranks")
     given = dict(hidden=args.hidden, intermediate=args.intermediate, num_experts=args.experts, top_k=args.top_k)
     args.shape = options.PRESETS[args.preset] | {name: value for name, value in given.items() if value is not None}
-    args.knobs = Knobs(tile_rows=args.tile_rows) if args.tile_rows else None
+    args.knobs = options.parse_knobs(top, args.knobs)
     return args
 
 

@@ -19,8 +19,8 @@ from megamoe.inputs import check_inputs, check_out
 from megamoe.kernels import build
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-names = ("bench", "gemms", "machine", "options", "peers", "timing")
-bench, gemms, machine, options, peers, timing = map(importlib.import_module, names)
+names = ("bench", "machine", "options", "peers", "tables", "timing")
+bench, machine, options, peers, tables, timing = map(importlib.import_module, names)
 
 SHAPE = dict(hidden=256, intermediate=128, num_experts=16, top_k=4)
 GB = 1 << 30
@@ -155,7 +155,7 @@ def fake_smi(command, **how):
 def install(monkeypatch):
     """Let all launches, clocks and readings be stand-ins."""
     monkeypatch.setitem(options.PRESETS, "small", SHAPE)
-    monkeypatch.setattr(gemms, "GEMM_ROWS", (1, 512))
+    monkeypatch.setattr(options, "GEMM_ROWS", (1, 512))
     monkeypatch.setattr(megamoe, "MegaMoE", FakeLayer)
     monkeypatch.setattr(FakeLayer, "calls", {}, raising=False)
     monkeypatch.setattr(FakePeer, "log", [], raising=False)
@@ -193,3 +193,11 @@ def go(words, world, tmp_path, size=1):
     with world:
         bench.run(args, world)
     return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def described(rows):
+    """Fail unless the docstring of bench.py explains every key and table column."""
+    keys = {key for row in rows for key in row} | {name for wanted in tables.COLUMNS.values() for name in wanted}
+    for key in keys - {"experts", "over_*"}:
+        own = key.startswith("over_") and key != "over_floor"
+        assert ("over_<peer>" if own else key) in bench.__doc__, f"{key} is not in the docstring of bench.py"

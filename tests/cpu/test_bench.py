@@ -10,23 +10,15 @@ import torch
 
 from megamoe.comm import VirtualWorld
 from megamoe.forward import STAGES
-from tests.cpu.bench_stand_ins import GB, FakeGemm, FakeLayer, FakePeer, go, install, use, world_of
+from tests.cpu.bench_stand_ins import GB, FakeGemm, FakeLayer, FakePeer, described, go, install, use, world_of
 
-bench, options, tables, timing = map(importlib.import_module, ("bench", "options", "tables", "timing"))
+options, timing = map(importlib.import_module, ("options", "timing"))
 LEFT_OUT = {1: {"link"}, 2: {"gemm"}}
 
 
 @pytest.fixture
 def dry(monkeypatch):
     install(monkeypatch)
-
-
-def described(rows):
-    """Fail unless the docstring of bench.py explains every key and table column."""
-    keys = {key for row in rows for key in row} | {name for wanted in tables.COLUMNS.values() for name in wanted}
-    for key in keys - {"experts", "over_*"}:
-        own = key.startswith("over_") and key != "over_floor"
-        assert ("over_<peer>" if own else key) in bench.__doc__, f"{key} is not in the docstring of bench.py"
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -6,8 +6,10 @@ import importlib
 import sys
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 from megamoe import MoEConfig
 from megamoe.weights import ExpertWeights
@@ -66,6 +68,21 @@ def test_zipf_counts_fall_as_wanted():
     assert not torch.equal(ids, other) and torch.equal(order[:4], same[:4])
     several = inputs.make_ids("zipf", config(32, 8), 0, 1, 4000, 6, "cpu")
     assert torch.bincount(several.flatten().long(), minlength=32).max() > 2 * 1000
+
+
+@given(st.integers(0, 5000), st.integers(1, 64), st.integers(0, 9))
+def test_zipf_counts_are_exact(total, experts, seed):
+    counts = inputs.zipf_counts(total, experts, seed)
+    assert len(counts) == experts and sum(counts) == total and all(type(n) is int and n >= 0 for n in counts)
+    wanted = [n**-1.2 for n in range(1, experts + 1)]
+    for count, share in zip(sorted(counts, reverse=True), wanted):
+        assert abs(count - total * share / sum(wanted)) < 1
+    assert counts == inputs.zipf_counts(total, experts, seed)
+
+
+def test_zipf_counts_are_in_an_order_of_the_seed():
+    one, two = (inputs.zipf_counts(32 * 512, 32, seed) for seed in (0, 1))
+    assert one != two and sorted(one) == sorted(two) and list(one) != sorted(one, reverse=True)
 
 
 class TwoRanks:

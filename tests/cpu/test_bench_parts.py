@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megamoe import Knobs
 from megamoe.comm import SingleWorld
 from tests.cpu.bench_stand_ins import GB
 
@@ -26,6 +27,15 @@ bench, forwards, machine, options, peers, measure, timing = map(importlib.import
         (["--virtual", "9"], 1, "2 to 8"),
         (["--virtual", "2"], 2, "without torchrun"),
         (["--knobs", "tile_rows=96"], 1, "--knobs tile_rows=96"),
+        (["--knobs", "auto;tile_row=64", "--what", "fc1"], 1, "--knobs tile_row=64: auto, or fields of Knobs"),
+        (["--knobs", "auto;", "--what", "fc1"], 1, "--knobs : auto, or fields of Knobs"),
+        (["--knobs", "auto;tile_rows=64; auto", "--what", "fc1"], 1, "a setting is there twice"),
+        (["--knobs", "auto;tile_rows=64"], 1, "2 settings are for --what gemm, fc1 or fc2 alone, not for stages, e2e"),
+        (["--knobs", "auto;tile_rows=64", "--what", "fc1,link"], 2, "alone, not for link"),
+        (["--gemm-rows", "64,0"], 1, "--gemm-rows 0: 1 or more"),
+        (["--gemm-experts", "0"], 1, "--gemm-experts 0: 1 or more"),
+        (["--gemm-skew", "balanced,hot"], 1, "--gemm-skew hot: one of balanced, zipf"),
+        (["--gap-us", "35"], 1, "--gap-us 35: 200 to 1000000"),
         (["--routing", "balanced,skewed"], 1, "--routing skewed: one of balanced, random, zipf"),
         (["--routing", "empty_rank"], 1, "several ranks"),
         (["--peers", "torch,deepep"], 1, "--peers deepep: one of torch, flashinfer_pull"),
@@ -42,7 +52,9 @@ def test_defaults(monkeypatch):
     args = options.parse([], 1)
     assert args.scales == ("block", "tensor") and args.knobs is None and "gemm" in args.what and "link" not in args.what
     assert (args.layer_peers, args.gemm_peers) == (("torch",), ("scaled_mm", "scaled_grouped_mm"))
-    assert args.preset == "v3" and args.routing == ["balanced"]
+    assert args.preset == "v3" and args.routing == args.gemm_skew == ["balanced"]
+    assert (args.gemm_rows[0], args.gemm_rows[-1], args.gemm_experts, args.gap_us) == (1, 4096, 32, 2000)
+    assert options.parse(["--gemm-rows", "512,64,512"], 1).gemm_rows == [64, 512]
     args = options.parse(["--quick", "--knobs", "tile_rows=64"], 2)
     assert args.scales == ("block",) and args.knobs.tile_rows == 64 and "link" in args.what
     monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: name == "flashinfer" or None)
@@ -58,6 +70,9 @@ def test_choices():
     assert len(args.layer_peers) == len(args.gemm_peers) == 3 and args.gemms == ("fc1", "fc2")
     args = options.parse(["--preset", "v4-pro", "--experts", "192"], 1)
     assert args.preset == "v4-pro" and args.shape == dict(hidden=7168, intermediate=3072, num_experts=192, top_k=6)
+    args = options.parse(["--what", "ceilings,fc2", "--knobs", "auto; tile_rows=64, cluster=2"], 1)
+    assert args.settings == {"auto": None, "tile_rows=64,cluster=2": Knobs(tile_rows=64, cluster=2)}
+    assert args.knobs is None and options.parse(["--knobs", "stages=4"], 1).settings == {"stages=4": Knobs(stages=4)}
     args = options.parse(["--top-k", "4", "--intermediate", "1024"], 1)
     assert args.preset is None and args.shape["top_k"] == 4 and args.shape["intermediate"] == 1024
 
@@ -131,6 +146,18 @@ def test_forwards_sleep_longer_while_they_are_short(monkeypatch):
         slept.clear()
         assert forwards._measure(b, {"a": int}, tokens) == {"a": [1.0] * runs} and set(slept) == {cycles}
     assert clock.sleep_cycles == 2_000_000
+
+
+def test_a_gap_is_a_sleep_before_each_sample(monkeypatch):
+    slept = []
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 1024)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    clock = timing.Clock(SingleWorld("cpu"))
+    with pytest.raises(KeyError), clock.gap(500):
+        clock.lead_in()
+        raise KeyError
+    clock.lead_in()
+    assert slept == [1_000_000, 2_000_000]  # cycles of 2 GHz
 
 
 def test_summary():

@@ -100,6 +100,28 @@ def test_torch_gemms(monkeypatch):
     assert measure.differs(dense.run(), grouped.run()) is not None
 
 
+@pytest.mark.parametrize("name", ["fc1", "fc2"])
+def test_uneven_rows(monkeypatch, name):
+    monkeypatch.setattr(torch_ep, "grouped_mm", stub_grouped_mm)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **how: (a.float() @ b.float()).to(how["out_dtype"]))
+    monkeypatch.setattr(gemm, "why_no_hopper", lambda device: None)
+    cfg = MoEConfig(**SHAPE)
+    pack, point = make_pack(cfg), peers.GemmPoint(cfg, name, 4, 5, CPU, (3, 0, 16, 1))
+    assert point.rows == 20 and gemm.row_ends(point).tolist() == [3, 3, 19, 20]
+    codes = torch.randn(20, point.size[1]).to(torch.float8_e4m3fn)
+    dense, grouped, deep = peers.make(["scaled_mm", "scaled_grouped_mm", "deep_gemm"], peers.GEMM_PEERS)
+    for peer in (dense, grouped):
+        assert isinstance(peer, gemm.ScaledMM) or peer.why_not(point) is None
+        peer.prepare(point, pack, (codes, torch.ones(20, 2)))
+        for rows in (2, 3, 19, 32):
+            result, expected = peer.check(point, pack, codes, None, rows)
+            assert result.shape == (min(rows, 20), point.size[0]) and measure.differs(result, expected) is None
+    w = gemm.weight_of(point, pack)
+    assert reference.relative_error(grouped.run()[3:19], codes[3:19].float() @ w[2].float().T) < 5e-3
+    assert reference.relative_error(dense.run()[3:19], codes[3:19].float() @ w[0].float().T) < 5e-3
+    assert "equal rows only" in deep.why_not(point)
+
+
 # ---------------------------------------------------------------- FlashInfer
 
 

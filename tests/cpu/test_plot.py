@@ -173,6 +173,11 @@ def test_settings_get_their_own_files(rows, tmp_path):
     other = [{**row, "W": 2, "routing": "random", "command": "torchrun tools/bench.py --preset v4-pro"} for row in rows]
     names = {path.stem for path in plot.write([*rows, *other], tmp_path, ["latency"])}
     assert names == {"latency-v3-e256-h200x1", "latency-v4-pro-e256-h200x2-random"}
+    mine = [{**row, "skew": "zipf", "knobs": "tile_rows=64"} for row in rows if row["what"] == "gemm"]
+    names = {path.stem for path in plot.write([*rows, *mine], tmp_path, ["gemm", "latency"])}
+    assert names == {f"{name}-v3-e256-h200x1" for name in ("gemm", "latency")} | {
+        "gemm-v3-e256-h200x1-tile-rows-64-zipf"
+    }
 
 
 def test_other_ways_to_name_a_section_and_a_preset(rows):

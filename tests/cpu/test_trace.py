@@ -287,7 +287,7 @@ def test_one_forward_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 30, 140 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "no GPU")
     shape = ["--hidden", "256", "--intermediate", "128", "--experts", "4", "--top-k", "2"]
-    args = tool.parse(["--kernel", "fc1,reduce", *shape, "--tokens", "8", "--tile-rows", "64", "--out", "x"])
+    args = tool.parse(["--kernel", "fc1,reduce", *shape, "--tokens", "8", "--knobs", "tile_rows=64", "--out", "x"])
     with SingleWorld("cpu") as world:
         records, dropped, title = tool.measure(args, world)
     assert len(launches) == len(NAMES) * (2 + tool.WARM_UP + 1) and not dropped
@@ -302,6 +302,8 @@ def test_one_forward_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--virtual", "9"], "--virtual 9: 2 to 8"),
         (["--devices", "0,1"], "--devices: with --virtual"),
         (["--routing", "empty_rank"], "needs several ranks"),
+        (["--knobs", "tile_rows=96"], "--knobs tile_rows=96: auto, or fields of Knobs"),
+        (["--knobs", "auto;tile_rows=64"], "--knobs auto;tile_rows=64: auto, or fields of Knobs"),
     ],
 )
 def test_refusals(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,4 +317,6 @@ def test_plan_takes_the_shape_and_fits_memory() -> None:
     assert args.kernels == NAMES
     cfg = tool.plan(args, 2, 60 << 30)
     assert (cfg.hidden, cfg.max_tokens, cfg.scale, cfg.accum) == (512, 64, "tensor", "single")
-    assert tool.parse(["--kernel", "fc2,pull", "--out", "x"]).kernels == ("fc2", "pull")
+    args = tool.parse(["--kernel", "fc2,pull", "--knobs", "tile_cols=256,cluster=2", "--out", "x"])
+    assert args.kernels == ("fc2", "pull") and args.knobs == Knobs(tile_cols=256, cluster=2)
+    assert tool.parse(["--out", "x"]).knobs is None

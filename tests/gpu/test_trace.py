@@ -146,7 +146,7 @@ def test_the_wait_for_a_late_rank_is_seen():
 
 
 def test_the_tool(tmp_path, capsys):
-    args = ["--preset", "small", "--tokens", "64", "--tile-rows", "64", "--virtual", "2", "--out", str(tmp_path)]
+    args = ["--preset", "small", "--tokens", "64", "--knobs", "tile_rows=64", "--virtual", "2", "--out", str(tmp_path)]
     assert tool.main(args) == 0
     out, err = capsys.readouterr()
     for name in NAMES:

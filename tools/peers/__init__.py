@@ -57,13 +57,22 @@ class Point:
 
 @dataclass(frozen=True)
 class GemmPoint:
-    """What a GEMM peer runs: fc1's or fc2's product on `rows_per_expert` rows of each of `experts` experts."""
+    """What a GEMM peer runs: fc1's or fc2's product on the rows of `experts` experts, `rows_per_expert` on average.
+
+    uneven: rows of each expert, 0 included; None: rows_per_expert on each.
+    """
 
     cfg: MoEConfig
     name: str
     experts: int
     rows_per_expert: int
     device: torch.device
+    uneven: tuple[int, ...] | None = None
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each expert."""
+        return self.uneven or (self.rows_per_expert,) * self.experts
 
     @property
     def rows(self) -> int:

@@ -42,7 +42,7 @@ def canonical_of(point: GemmPoint, pack: ExpertWeights) -> tuple[Tensor, Tensor]
 
 def row_ends(point: GemmPoint) -> Tensor:
     """int32 [experts]: where each expert's rows end."""
-    return torch.arange(1, point.experts + 1, dtype=torch.int32, device=point.device) * point.rows_per_expert
+    return torch.tensor(point.counts, device=point.device).cumsum(0).to(torch.int32)
 
 
 class _Gemm(Peer):
@@ -81,15 +81,16 @@ class _Gemm(Peer):
     ) -> tuple[Tensor, Tensor]:
         """(the first rows of a run's result, what plain fp32 torch makes of the numbers that it reads), both
         [at most `rows`, N]."""
-        count, each = min(rows, point.rows), point.rows_per_expert
-        owners = -(-count // each)
-        result = self.run()
-        result = result if result.ndim == 2 else result[:owners].flatten(0, 1)
+        count, first = min(rows, point.rows), 0
         expected = []
-        for expert in range(owners):
-            part = slice(expert * each, min(count, (expert + 1) * each))
-            a = self._rows(codes[part], None if scales is None else scales[part])
-            expected.append(a @ self._weight(point, pack, expert).T)
+        for expert, live in enumerate(point.counts):
+            part = slice(first, min(count, first + live))
+            if part.start < part.stop:
+                a = self._rows(codes[part], None if scales is None else scales[part])
+                expected.append(a @ self._weight(point, pack, expert).T)
+            first += live
+        result = self.run()
+        result = result if result.ndim == 2 else result[: len(expected)].flatten(0, 1)
         return result[:count], torch.cat(expected)
 
     def _rows(self, codes: Tensor, scales: Tensor | None) -> Tensor:
@@ -155,6 +156,8 @@ class DeepGEMM(_Gemm):
     def why_not(self, point: GemmPoint) -> str | None:
         if point.cfg.scale != "block":
             return "takes block scales only"
+        if point.uneven is not None:
+            return "takes equal rows only: its row blocks are of one expert each, or padded to the most rows of any"
         reason = super().why_not(point)
         if reason is not None:
             return reason

@@ -1,0 +1,87 @@
+"""tools/compare.py on made-up rows."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+compare = importlib.import_module("compare")
+
+RUN = dict(W=1, preset="v3", hidden=7168, intermediate=2048, num_experts=256, top_k=8, knobs="auto", date="2026-12-01")
+E2E = dict(RUN, what="e2e", name="graph", impl="megamoe", scale="block", routing="balanced", T=8)
+GEMM = dict(RUN, what="gemm", name="fc1", impl="megamoe", scale="block", rows_per_expert=512, experts=32)
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(*runs):
+        paths = [tmp_path / f"{name}.jsonl" for name in "ab"]
+        for path, rows in zip(paths, runs):
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return [str(path) for path in paths]
+
+    return write
+
+
+def test_table_and_status(files, capsys):
+    sizes = {8: 1.01, 64: 0.98, 512: 1.03, 2048: 1.2}
+    a = [dict(E2E, T=tokens, us=100.0) for tokens in sizes]
+    b = [dict(E2E, T=tokens, us=100.0 * by, date="later", commit="other") for tokens, by in sizes.items()]
+    a += [dict(E2E, impl="torch", us=300.0), dict(RUN, what="ceilings", name="hbm read", us=980.0)]
+    b += [dict(E2E, impl="torch", us=270.0), dict(RUN, what="ceilings", name="hbm read", us=980.0)]
+    a += [dict(E2E, impl="torch", name="eager", skipped="no"), dict(RUN, what="gpu", name="start", watts=400)]
+    b += [dict(E2E, scale="tensor", us=90.0)]
+    words = files(a, b)
+    assert compare.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| e2e | megamoe | 4 | 1.020 | 2.5 % | graph block T=2048 | 1.200 |"
+    assert lines[3] == "| e2e | torch | 1 | 0.900 | 10.0 % | graph block T=8 | 0.900 |"
+    assert lines[4] == "| ceilings | machine | 1 | 1.000 | 0.0 % | hbm read | 1.000 |"
+    assert lines[-2:] == ["0 rows only in A, 1 only in B", "median point differs by 2.5 %"]
+    assert compare.main([*words, "--limit", "2"]) == 1
+
+
+@pytest.mark.parametrize(("by", "status"), [(0.94, 1), (0.96, 0), (1.04, 0), (1.06, 1)])
+def test_limit(files, by, status):
+    assert compare.main(files([dict(E2E, us=50.0)], [dict(E2E, us=50.0 * by)])) == status
+
+
+@pytest.mark.parametrize("name", [name for name in compare.KEY if name != "what"])
+def test_rows_of_other_points_do_not_match(files, capsys, name):
+    a = dict(GEMM, us=10.0)
+    assert compare.main(files([a], [a | {name: "other"}])) == 2
+    assert "no row of" in capsys.readouterr().err
+
+
+def test_settings(files, capsys):
+    text = "tile_rows=64,cluster=2"
+    a = [dict(GEMM, us=10.0), dict(GEMM, us=20.0, knobs=text), dict(GEMM, us=9.0, impl="deep_gemm")]
+    other = "cluster=2 stages=None tile_rows=64"
+    b = [dict(GEMM, us=40.0, knobs=other), dict(GEMM, us=9.0, impl="deep_gemm", knobs=other), dict(GEMM, us=10.0)]
+    a.append(dict(GEMM, us=7.0, skew="zipf"))
+    b.append(dict(GEMM, us=7.0, skew="zipf"))
+    assert compare.main(files(a, b)) == 0
+    out = capsys.readouterr().out
+    assert (
+        "| gemm | megamoe | 3 | 1.000 | 0.0 % | fc1 block rows_per_expert=512 cluster=2,tile_rows=64 | 2.000 |" in out
+    )
+    assert "| gemm | deep_gemm | 1 | 1.000 |" in out and "0 rows only in A, 0 only in B" in out
+
+
+def test_older_rows_and_the_last_of_several(files, capsys):
+    old = {name: value for name, value in E2E.items() if name not in ("impl", "preset", "knobs")}
+    old["command"] = "python tools/bench.py"
+    assert compare.main(files([dict(old, us=10.0)], [dict(E2E, us=99.0), dict(E2E, us=10.2, world="processes")])) == 0
+    assert "| e2e | megamoe | 1 | 1.020 | 2.0 % | graph block T=8 | 1.020 |" in capsys.readouterr().out
+
+
+def test_files_that_cannot_be_read(files, tmp_path, capsys):
+    a, b = files([dict(E2E, us=1.0)], [dict(E2E, us=1.0)])
+    assert compare.main([a, str(tmp_path / "none.jsonl")]) == 2 and "none.jsonl" in capsys.readouterr().err
+    Path(b).write_text("{\n")
+    assert compare.main([a, b]) == 2 and "b.jsonl:1" in capsys.readouterr().err
