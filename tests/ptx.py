@@ -82,8 +82,12 @@ def check_gemm(found: CompileReport, gemm: gemm_tiles.GemmSpec) -> None:
     assert found.smem is not None
     wgmma = count(r"wgmma\.mma_async", found.ptx)
     assert wgmma == count(rf"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.{fp8}\.{fp8}", found.ptx) > 0
-    assert count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx) >= 1 + gemm.halves
-    assert (count(r"cp\.async\.bulk\.tensor\.2d\S*multicast", found.ptx) > 0) == (gemm.cluster > 1)
+    loads = count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx)
+    shared = count(r"cp\.async\.bulk\.tensor\.2d\S*multicast", found.ptx)
+    across, down = gemm.cluster_cols > 1, gemm.cluster_rows > 1
+    # Of rows, one a stage; of weights, one a half, and with two rows of CTAs one more for where they share none.
+    assert loads == gemm.passes * (1 + gemm.halves * (2 if down else 1))
+    assert shared == gemm.passes * (across + gemm.halves * down)
     assert (count(r"barrier\.cluster\.wait", found.ptx) > 0) == (gemm.cluster > 1)
     assert (count(r"cp\.async\.mbarrier\.arrive\.noinc", found.ptx) > 0) == (gemm.mode == "block")
     assert count(r"setmaxnreg\.dec", found.ptx) == count(r"setmaxnreg\.inc", found.ptx) == 1

@@ -27,7 +27,8 @@ NAMES = ("stage", "exchange", "pull", "fc1", "fc2", "token_back", "reduce")
 V3 = dict(hidden=7168, intermediate=2048, num_experts=256, top_k=8, max_tokens=8192)
 V2_LITE = dict(hidden=2048, intermediate=1408, num_experts=64, top_k=6, max_tokens=8192)
 RANKS = (1, 8)
-TILES = tuple(Knobs(tile_rows=r, tile_cols=c, cluster=n) for r in (64, 128) for c in (128, 256) for n in (1, 2))
+CLUSTERS = tuple(dict(cluster_rows=rows, cluster_cols=cols) for rows in (1, 2) for cols in (1, 2))
+TILES = tuple(Knobs(tile_rows=r, tile_cols=c, **shape) for r in (64, 128) for c in (128, 256) for shape in CLUSTERS)
 """Every tile and cluster; each compiles for E4M3 block scales, those that heuristics pick in all modes."""
 
 
@@ -72,8 +73,9 @@ def _data_kernels(cfg: MoEConfig, ranks: int, stage_variants: tuple[tuple[bool, 
 
 
 def _gemms(cfg: MoEConfig, ranks: int, knobs: Knobs) -> Iterator[CatalogEntry]:
-    local, tile = cfg.experts_local(ranks), f"{knobs.tile_rows}x{knobs.tile_cols}x{knobs.cluster}"
-    mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} tile{tile}"
+    local = cfg.experts_local(ranks)
+    tile = f"tile{knobs.tile_rows}x{knobs.tile_cols} cluster{knobs.cluster_rows}x{knobs.cluster_cols}"
+    mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} {tile}"
     yield _entry("fc1", mode, FC1, FC1Spec.from_config(cfg, local, knobs))
     yield _entry("fc2", mode, FC2, FC2Spec.from_config(cfg, local, knobs))
 

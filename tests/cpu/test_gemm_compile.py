@@ -50,6 +50,21 @@ def test_stages_fill_shared_memory_or_obey_the_knob() -> None:
         FC2Spec.from_config(cfg, 32, Knobs(stages=12))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("cols", [1, 2])
+def test_a_cluster_needs_column_tiles_for_all_its_ctas(rows: int, cols: int) -> None:
+    knobs = Knobs(tile_cols=256, cluster_rows=rows, cluster_cols=cols)
+    for tiles in range(1, 9):
+        cfg = MoEConfig(**(LARGE | dict(hidden=256 * tiles)))
+        if tiles % (rows * cols) == 0:
+            gemm = FC2Spec.from_config(cfg, 32, knobs).gemm
+            assert gemm.cluster * gemm.n_tiles == tiles
+        else:
+            field = "cluster_cols" if tiles % cols else "cluster_rows"
+            with pytest.raises(ConfigError, match=rf"{field} = 2: .*fc2.* {tiles} column tiles"):
+                FC2Spec.from_config(cfg, 32, knobs)
+
+
 def test_equal_configs_have_equal_specs() -> None:
     cfg = MoEConfig(**LARGE)
     more_tokens = MoEConfig(**(LARGE | dict(max_tokens=17, top_k=2)))

@@ -9,6 +9,7 @@ from megamoe import Knobs, MoEConfig, kernels, numerics, reference, wire
 from megamoe.config import supported_modes
 from megamoe.errors import ConfigError
 from megamoe.forward import check_knobs
+from megamoe.kernels.catalog import TILES
 from tests.gpu.poison import poisoned_empty
 from tests.problems import generator, make_weights
 
@@ -115,16 +116,16 @@ def check_fc2(cfg, pack, counts, seed, knobs, extra_rows=0):
     assert y[total:].isnan().all()
 
 
-TILES = [Knobs(tile_rows=r, tile_cols=c, cluster=n) for r in (64, 128) for c in (128, 256) for n in (1, 2)]
-
-
 def tile_name(knobs):
-    return f"{knobs.tile_rows}x{knobs.tile_cols}x{knobs.cluster}"
+    return f"{knobs.tile_rows}x{knobs.tile_cols}-{knobs.cluster_rows}x{knobs.cluster_cols}"
 
 
 def sizes(knobs):
     """(H, I) as odd as the knobs allow."""
-    if knobs.cluster == 2:
+    cluster = knobs.cluster_rows * knobs.cluster_cols
+    if cluster == 4:
+        return (1536, 512) if knobs.tile_cols == 128 else (1024, 1536)
+    if cluster == 2:
         return (768, 256) if knobs.tile_cols == 128 else (1024, 512)
     return (640, 384) if knobs.tile_cols == 128 else (768, 384)
 
@@ -133,12 +134,12 @@ def check_mode(mode, knobs):
     hidden, intermediate = sizes(knobs)
     cfg = MoEConfig(hidden=hidden, intermediate=intermediate, num_experts=6, top_k=2, max_tokens=8, **mode)
     pack = make_weights(cfg, 1, 7, DEVICE)[0]
-    for counts in ([200, 0, 1, 64, 129, 0], [0] * 6, [0, 0, 0, 0, 0, 5]):
+    for counts in ([300, 0, 1, 64, 129, 0], [0] * 6, [0, 0, 0, 0, 0, 5]):
         check_fc1(cfg, pack, counts, 1, knobs, extra_rows=70)
         check_fc2(cfg, pack, counts, 2, knobs, extra_rows=70)
 
 
-CHOSEN = [Knobs(tile_rows=64), *(Knobs(tile_cols=c, cluster=n) for c, n in ((128, 1), (256, 1), (256, 2)))]
+CHOSEN = [Knobs(tile_rows=64), *(Knobs(tile_cols=c, cluster_cols=n) for c, n in ((128, 1), (256, 1), (256, 2)))]
 """What heuristics.choose_knobs picks, by shape and rows."""
 
 
@@ -166,6 +167,7 @@ CASES = [
     dict(hidden=512, intermediate=512),
     dict(hidden=128, intermediate=384, scale="tensor", accum="single", fp8="e5m2"),
     dict(hidden=384, intermediate=256, act_group=64, route_weight="activation"),
+    dict(hidden=1024, intermediate=512, scale="tensor"),
 ]
 
 
@@ -189,10 +191,10 @@ def test_any_rows(case, counts, knobs, extra, seed):
 
 
 def test_few_sms_and_few_stages_give_the_same_bits():
-    cfg = MoEConfig(hidden=512, intermediate=256, num_experts=4, top_k=1, max_tokens=8)
+    cfg = MoEConfig(hidden=1024, intermediate=512, num_experts=4, top_k=1, max_tokens=8)
     pack = make_weights(cfg, 1, 9, DEVICE)[0]
     start, experts = rows_of_experts([100, 30, 0, 257])
-    codes, scales = reference.stage(cfg, torch.randn(len(experts), 512, device=DEVICE).bfloat16())
+    codes, scales = reference.stage(cfg, torch.randn(len(experts), 1024, device=DEVICE).bfloat16())
     records = kernels.pack_rows(codes, scales, wire.input_format(cfg))
     weights = torch.ones(len(experts), device=DEVICE)
     outs = []
