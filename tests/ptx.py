@@ -105,7 +105,8 @@ def check_fc1(found: CompileReport, spec: FC1Spec) -> None:
     items = spec.gemm.passes * spec.gemm.halves
     assert count(r"div\.rn\.f32", found.ptx) > 0 == count(r"div\.(approx|full)", found.ptx)
     assert count(rf"cvt\.rn\.satfinite\.{spec.gemm.fp8}x2\.f32", found.ptx) == 16 * items
-    assert count(r"st\.global\.v4\.b32", found.ptx) == 2 * items * (5 if spec.debug else 1)
+    assert count(r"cvt\.rn\.bf16x2\.f32", found.ptx) == 32 * items * spec.keep_preactivation
+    assert count(r"st\.global\.v4\.b32", found.ptx) == 2 * items * (1 + 4 * spec.debug + 4 * spec.keep_preactivation)
     assert (count(r"min\.NaN\.f32", found.ptx) > 0) == (spec.clamp is not None)
 
 

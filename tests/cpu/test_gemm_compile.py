@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from megamoe import wire
-from megamoe.config import Knobs, MoEConfig
+from megamoe.config import Knobs, MoEConfig, supported_modes
 from megamoe.errors import ConfigError, InputError
 from megamoe.kernels import pack_rows, unpack_rows
 from megamoe.kernels.fc1 import FC1, FC1Spec
 from megamoe.kernels.fc2 import FC2, FC2Spec
 from megamoe.kernels.report import report
+from megamoe.sched import heuristics
 from tests.ptx import check
 
 LARGE = dict(hidden=7168, intermediate=2048, num_experts=256, top_k=8, max_tokens=8192)
@@ -38,6 +39,18 @@ def test_both_gemms_compile_at_the_edges(shape: dict, experts: int, extra: dict,
     cfg, knobs = MoEConfig(**shape, **extra), Knobs()
     for kernel in (FC1(FC1Spec.from_config(cfg, experts, knobs, debug)), FC2(FC2Spec.from_config(cfg, experts, knobs))):
         check(report(kernel), kernel.spec)
+
+
+@pytest.mark.parametrize("mode", [m for m in supported_modes() if m["fp8"] == "e4m3"], ids=str)
+def test_preactivations_find_registers_in_the_largest_tile(mode: dict) -> None:
+    cfg = MoEConfig(**LARGE, **mode, clamp=7.0)
+    kernel = FC1(FC1Spec.from_config(cfg, 32, heuristics.large(cfg), keep_preactivation=True))
+    check(report(kernel), kernel.spec)
+
+
+def test_preactivations_and_debug_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"keep_preactivation = True: .*debug"):
+        FC1Spec.from_config(MoEConfig(**LARGE), 32, Knobs(), debug=True, keep_preactivation=True)
 
 
 def test_stages_fill_shared_memory_or_obey_the_knob() -> None:

@@ -65,6 +65,16 @@ def check_against_tensor_cores(cfg, pack, codes, scales, experts, act, weights):
     assert reference.relative_error(act, want) <= 2e-5
 
 
+def check_preactivation(cfg, pack, codes, scales, experts, both, act, weights):
+    """bf16 gate and up near the oracle's, and after clamp and SwiGLU near the kernel's own activations."""
+    want = reference.fc1_preactivation(cfg, codes, scales, experts, pack.canonical())
+    # as FC2's bounds: bf16 rounding alone is 1.7e-3 of the rms
+    assert reference.relative_error(both, want) <= (2e-3 if cfg.accum == "promoted" else 6e-3)
+    again = numerics.swiglu(*both.float().split(cfg.intermediate, 1), cfg.clamp)
+    again *= weights[:, None] if cfg.route_weight == "activation" else 1
+    assert reference.relative_error(again, act) <= 5e-3  # two roundings, and silu's slope is at most 1.1
+
+
 def check_fc1(cfg, pack, counts, seed, knobs, extra_rows=0):
     start, experts = rows_of_experts(counts)
     total = len(experts)
@@ -78,6 +88,7 @@ def check_fc1(cfg, pack, counts, seed, knobs, extra_rows=0):
     with poisoned_empty():
         out, act = kernels.fc1(records, start, pack, weights, knobs, debug=True)
         plain = kernels.fc1(records, start, pack, weights, knobs)
+        kept, both = kernels.fc1(records, start, pack, weights, knobs, keep_preactivation=True)
     torch.cuda.synchronize()
     ref = reference.fc1(cfg, codes, scales, experts, pack.canonical(), weights[:total])
     if cfg.scale == "block" and cfg.fp8 == "e4m3":  # the library multiplies no two E5M2 matrices
@@ -93,8 +104,10 @@ def check_fc1(cfg, pack, counts, seed, knobs, extra_rows=0):
         # Where gate is near 0 and up is large, the tensor cores' lost bits reach a small code: 1 in 2e5 seen.
         faults = reference.code_faults(got_codes, got_scales, ref["codes"], ref["scales"], cfg.act_group)
         assert faults <= 2e-5 * got_codes.numel()
-    assert torch.equal(plain, out)
+    assert torch.equal(plain, out) and torch.equal(kept, out)
     assert (out[total:] == 0xFF).all()  # nothing beyond the last expert's rows
+    check_preactivation(cfg, pack, codes, scales, experts, both[:total], act[:total], weights[:total])
+    assert both[total:].isnan().all()
 
 
 def check_fc2(cfg, pack, counts, seed, knobs, extra_rows=0):
