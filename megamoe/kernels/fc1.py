@@ -107,15 +107,14 @@ def fc1_tile(
         since = trace.begin(math.pen)
         stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase)
         since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
-        if cutlass.const_expr(spec.keep_preactivation):
-            dests = tuple(gemm_epilogue.row_address(kept, spec.kept_pitch, row) for row in mine)
-            for half in cutlass.range_constexpr(gemm.halves):
-                at = tile.column * items + item * gemm.halves + half
-                gemm_epilogue.store_preactivation(
-                    *(spec.intermediate, math.acc[half], at, factor, not gemm.scaled, math.quad, dests, live)
-                )
         for half in cutlass.range_constexpr(gemm.halves):
             at = item * gemm.halves + half
+            if cutlass.const_expr(spec.keep_preactivation):
+                dests = tuple(gemm_epilogue.row_address(kept, spec.kept_pitch, row) for row in mine)
+                gemm_epilogue.store_preactivation(
+                    *(spec.intermediate, math.acc[half], tile.column * items + at),
+                    *(factor, not gemm.scaled, math.quad, dests, live),
+                )
             gemm_epilogue.activate(spec.clamp, math.acc[half], at, factor, not gemm.scaled, weights, values)
         since = trace.end(math.pen, since, Role.MATH, Phase.ACTIVATE, tile.index)
     dests = tuple(gemm_epilogue.row_address(act, spec.act_pitch, row) for row in mine)

@@ -138,18 +138,17 @@ def store_preactivation(
     item: the pass' number in its row; its columns start at 64 * item. scaled and factor: as in activate().
     """
     for h in cutlass.range_constexpr(2):
-        words = []
-        for chunk in cutlass.range_constexpr(16):
-            low, high = acc[4 * chunk + 2 * h], acc[4 * chunk + 2 * h + 1]
-            if cutlass.const_expr(scaled):
-                low, high = low * factor, high * factor
-            words.append(prims.f32_pair_to_bf16(low, high))
         if live[h]:
             at = dests[h] + Int64(item * 64 + quad * 16) * 2
             for part in cutlass.range_constexpr(2):
                 for piece in cutlass.range_constexpr(2):
-                    first = 8 * piece + part
-                    prims.st_v4(at + (2 * intermediate * part + 16 * piece), *words[first : first + 8 : 2])
+                    words = []
+                    for chunk in cutlass.range_constexpr(8 * piece + part, 8 * piece + 8, 2):
+                        low, high = acc[4 * chunk + 2 * h], acc[4 * chunk + 2 * h + 1]
+                        if cutlass.const_expr(scaled):
+                            low, high = low * factor, high * factor
+                        words.append(prims.f32_pair_to_bf16(low, high))
+                    prims.st_v4(at + (2 * intermediate * part + 16 * piece), *words)
 
 
 @cute.jit
