@@ -81,7 +81,7 @@ def check_gemm(found: CompileReport, gemm: gemm_tiles.GemmSpec) -> None:
     check_any(found)
     assert found.smem is not None
     wgmma = count(r"wgmma\.mma_async", found.ptx)
-    assert wgmma == count(rf"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.{fp8}\.{fp8}", found.ptx) > 0
+    assert wgmma == count(rf"wgmma\.mma_async\.sync\.aligned\.m64n{gemm.mma_cols}k32\.f32\.{fp8}\.{fp8}", found.ptx) > 0
     loads = count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx)
     shared = count(r"cp\.async\.bulk\.tensor\.2d\S*multicast", found.ptx)
     across, down = gemm.cluster_cols > 1, gemm.cluster_rows > 1

@@ -30,6 +30,8 @@ RANKS = (1, 8)
 CLUSTERS = tuple(dict(cluster_rows=rows, cluster_cols=cols) for rows in (1, 2) for cols in (1, 2))
 TILES = tuple(Knobs(tile_rows=r, tile_cols=c, **shape) for r in (64, 128) for c in (128, 256) for shape in CLUSTERS)
 """Every tile and cluster; each compiles for E4M3 block scales, those that heuristics pick in all modes."""
+WIDE = tuple(Knobs(tile_rows=r, tile_cols=256, mma_cols=256, **shape) for r in (64, 128) for shape in CLUSTERS)
+"""The same of WGMMAs of 256 columns; each compiles for E4M3 and accum "single"."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def _data_kernels(cfg: MoEConfig, ranks: int, stage_variants: tuple[tuple[bool, 
 def _gemms(cfg: MoEConfig, ranks: int, knobs: Knobs) -> Iterator[CatalogEntry]:
     local = cfg.experts_local(ranks)
     tile = f"tile{knobs.tile_rows}x{knobs.tile_cols} cluster{knobs.cluster_rows}x{knobs.cluster_cols}"
+    tile += " wide" if knobs.mma_cols > 128 else ""
     mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} {tile}"
     yield _entry("fc1", mode, FC1, FC1Spec.from_config(cfg, local, knobs))
     yield _entry("fc2", mode, FC2, FC2Spec.from_config(cfg, local, knobs))
@@ -91,6 +94,8 @@ def _everything() -> Iterator[CatalogEntry]:
             yield from _gemms(cfg, max(RANKS), knobs)
     for knobs in TILES:
         yield from _gemms(MoEConfig(**V3), max(RANKS), knobs)
+    for knobs in WIDE:
+        yield from _gemms(MoEConfig(**V3, scale="tensor", accum="single"), max(RANKS), knobs)
 
 
 def catalog(quick: bool = False, *, scale: str = "block", fp8: str = "e4m3") -> list[CatalogEntry]:

@@ -1,8 +1,9 @@
 """The producer warps of a grouped FP8 GEMM: one issues TMA of both operands, one copies block scales.
 
 CTAs in a row of a cluster run neighbouring column tiles of the same rows: with two, each loads half of A for both.
-CTAs in a column run two row tiles and the same columns: each loads half of every weight tile for both. Where they all
-run one row tile instead (sched/tiles.py) each loads its own weights.
+CTAs in a column run two row tiles and the same columns: each loads half of every weight tile for both. Where all
+CTAs run one row tile instead, an expert's odd last one (sched/tiles.py), each loads its own weights, and only CTAs in
+a row share A: such an item moves as many bytes a tile as a cluster of one row would.
 
 Sources: PTX ISA, "cp.async.bulk.tensor", "cp.async", "cp.async.mbarrier.arrive".
 """

@@ -1,8 +1,8 @@
 """The math warpgroups of a grouped FP8 GEMM: fragments and the main loops of each mode.
 
 A math warpgroup has 64 rows of the tile. It multiplies them with the `halves` weight tiles of a stage one after
-the other, each into accumulators of its own; promoted sums go through one temporary fragment, and while one
-warpgroup adds, the other keeps the tensor cores busy.
+the other, each into accumulators of its own, or with mma_cols = 256 with both at once; promoted sums go through
+one temporary fragment, and while one warpgroup adds, the other keeps the tensor cores busy.
 
 Source: PTX ISA, "wgmma.mma_async" (fragment layout, fences).
 """
@@ -19,7 +19,7 @@ from cutlass.utils import hopper_helpers
 
 from ..config import BLOCK
 from . import prims, trace
-from .gemm_ring import FP8_TYPES, Ring, advance, release, scale_at
+from .gemm_ring import FP8_TYPES, Ring, advance, release, scale_at, smem_layout
 from .gemm_tiles import WARPGROUP, Tile
 
 MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are allotted at launch
@@ -29,8 +29,8 @@ class MathThread(NamedTuple):
     """Fragment views of a math thread, its accumulators, and where it stands in a tile.
 
     acc [halves] and temp are fp32 [64]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
-    half. row counts from the tile's first row. zero and more are the MMA without and with accumulation.
-    pen: see trace.py.
+    half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views. row
+    counts from the tile's first row. zero and more are the MMA without and with accumulation. pen: see trace.py.
     """
 
     zero: cute.TiledMma
@@ -38,10 +38,20 @@ class MathThread(NamedTuple):
     a: cute.Tensor
     b: cute.Tensor
     acc: tuple
+    sums: tuple
     temp: cute.Tensor
     row: Int32
     quad: Int32
     pen: trace.Tracer | None
+
+
+@cute.jit
+def mma_weights(gemm: cutlass.Constexpr, ring: Ring) -> cute.Tensor:
+    """The ring's weights as WGMMAs read them: tiles [mma_cols, 128]. A stage's halves lie one after the other."""
+    b = ring.b
+    if cutlass.const_expr(gemm.mma_cols > BLOCK):
+        b = cute.make_tensor(b.iterator, smem_layout(gemm, gemm.mma_cols, gemm.stages).outer)
+    return b
 
 
 @cute.jit
@@ -58,7 +68,7 @@ def make_math_thread(
             OperandMajorMode.K,
             Float32,
             atom_layout_mnk=(gemm.warpgroups, 1, 1),
-            tiler_mn=(64, BLOCK),
+            tiler_mn=(64, gemm.mma_cols),
         )
         for _ in range(2)
     )
@@ -67,12 +77,15 @@ def make_math_thread(
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     mine = zero.get_slice(group * WARPGROUP)
     a = zero.make_fragment_A(mine.partition_A(ring.a))
-    b = zero.make_fragment_B(mine.partition_B(ring.b))
-    shape = zero.partition_shape_C((gemm.tile_rows, BLOCK))
-    acc = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(gemm.halves))
+    b = zero.make_fragment_B(mine.partition_B(mma_weights(gemm, ring)))
+    shape = zero.partition_shape_C((gemm.tile_rows, gemm.mma_cols))
+    sums = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(BLOCK * gemm.halves // gemm.mma_cols))
+    acc = sums
+    if cutlass.const_expr(gemm.mma_cols > BLOCK):
+        acc = tuple(cute.make_tensor(sums[0].iterator + 64 * half, cute.make_layout(64)) for half in range(gemm.halves))
     temp = cute.make_rmem_tensor(shape, Float32)
     pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
-    return MathThread(zero, more, a, b, acc, temp, thread // 32 * 16 + thread % 32 // 4, thread % 4, pen)
+    return MathThread(zero, more, a, b, acc, sums, temp, thread // 32 * 16 + thread % 32 // 4, thread % 4, pen)
 
 
 @cute.jit
@@ -98,7 +111,7 @@ def multiply(
     count: cutlass.Constexpr,
     keep: cutlass.Constexpr,
 ):
-    """Issue `count` WGMMAs of K = 32 from slice `first` of a stage and weight tile `tile` of the ring.
+    """Issue `count` WGMMAs of K = 32 from slice `first` of a stage and tile `tile` of mma_weights.
 
     keep: add to what `into` holds; else the first one overwrites it.
     """
@@ -109,10 +122,10 @@ def multiply(
 
 @cute.jit
 def multiply_stage(gemm: cutlass.Constexpr, math: MathThread, stage: Int32, keep: cutlass.Constexpr):
-    """Issue a stage's WGMMAs of all halves into their accumulators and commit them as one group."""
+    """Issue a stage's WGMMAs into all sums and commit them as one group."""
     warpgroup.fence()
-    for half in cutlass.range_constexpr(gemm.halves):
-        multiply(math, math.acc[half], stage, stage * gemm.halves + half, 0, 4, keep)
+    for part in cutlass.range_constexpr(len(math.sums)):
+        multiply(math, math.sums[part], stage, stage * len(math.sums) + part, 0, 4, keep)
     warpgroup.commit_group()
 
 

@@ -29,7 +29,8 @@ class GemmSpec:
     128 of k) or "block" (promoted, times scales). group: columns that share a row scale ("block").
     paired: weight tiles of 128 rows hold 64 gate and 64 up columns in chunks of 8, in turns (FC1).
     halves: weight tiles that a work item multiplies with the rows at once, 1 or 2. passes: how often it does,
-    one after another. cluster_rows, cluster_cols: CTAs of a cluster down and across, 1 or 2 each; CTA r of it has
+    one after another. mma_cols: columns of one WGMMA, those of a weight tile or of both halves ("single").
+    cluster_rows, cluster_cols: CTAs of a cluster down and across, 1 or 2 each; CTA r of it has
     row r // cluster_cols and column r % cluster_cols.
     """
 
@@ -43,6 +44,7 @@ class GemmSpec:
     paired: bool
     passes: int
     halves: int
+    mma_cols: int
     cluster_rows: int
     cluster_cols: int
     tile_rows: int
@@ -132,10 +134,12 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     halves = knobs.tile_cols // BLOCK
     passes = fixed.pop("passes") // halves or 1
     clusters = dict(cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols)
-    shape = dict(halves=halves, passes=passes, tile_rows=knobs.tile_rows, **clusters)
+    shape = dict(halves=halves, passes=passes, mma_cols=knobs.mma_cols, tile_rows=knobs.tile_rows, **clusters)
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
     if spec.n % spec.columns:
         raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")
+    if knobs.mma_cols > BLOCK and (knobs.mma_cols > knobs.tile_cols or spec.mode != "single"):
+        raise ConfigError("mma_cols", knobs.mma_cols, "128, or 256 with accum='single' and tile_cols=256")
     across = spec.n // spec.columns
     if across % spec.cluster_cols:
         raise ConfigError("cluster_cols", knobs.cluster_cols, f"1 for {name}, which has {across} column tiles")

@@ -48,6 +48,12 @@ def test_preactivations_find_registers_in_the_largest_tile(mode: dict) -> None:
     check(report(kernel), kernel.spec)
 
 
+def test_preactivations_of_several_passes_compile() -> None:
+    kernel = FC1(FC1Spec.from_config(MoEConfig(**LARGE), 32, Knobs(tile_rows=64), keep_preactivation=True))
+    assert kernel.spec.gemm.passes == 2
+    check(report(kernel), kernel.spec)
+
+
 def test_preactivations_and_debug_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match=r"keep_preactivation = True: .*debug"):
         FC1Spec.from_config(MoEConfig(**LARGE), 32, Knobs(), debug=True, keep_preactivation=True)
@@ -61,6 +67,18 @@ def test_stages_fill_shared_memory_or_obey_the_knob() -> None:
     assert FC2Spec.from_config(cfg, 32, Knobs(stages=3)).gemm.stages == 3
     with pytest.raises(ConfigError, match="stages = 12"):
         FC2Spec.from_config(cfg, 32, Knobs(stages=12))
+
+
+@pytest.mark.parametrize("tile_cols", [128, 256])
+@pytest.mark.parametrize("mode", supported_modes(), ids=str)
+def test_wide_wgmmas_need_one_accumulator_and_wide_tiles(mode: dict, tile_cols: int) -> None:
+    cfg, knobs = MoEConfig(**LARGE, **mode), Knobs(tile_cols=tile_cols, mma_cols=256)
+    for kind in (FC1Spec, FC2Spec):
+        if mode.get("accum") == "single" and tile_cols == 256:
+            assert kind.from_config(cfg, 32, knobs).gemm.mma_cols == 256
+        else:
+            with pytest.raises(ConfigError, match=r"mma_cols = 256: .*accum='single' and tile_cols=256"):
+                kind.from_config(cfg, 32, knobs)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -9,7 +9,7 @@ from megamoe import Knobs, MoEConfig, kernels, numerics, reference, wire
 from megamoe.config import supported_modes
 from megamoe.errors import ConfigError
 from megamoe.forward import check_knobs
-from megamoe.kernels.catalog import TILES
+from megamoe.kernels.catalog import TILES, WIDE
 from tests.gpu.poison import poisoned_empty
 from tests.problems import generator, make_weights
 
@@ -165,6 +165,13 @@ def test_every_mode(mode, knobs):
 @pytest.mark.parametrize("knobs", [k for k in TILES if k not in CHOSEN], ids=tile_name)
 def test_other_tiles(knobs):
     check_mode(supported_modes()[0], knobs)
+
+
+@pytest.mark.parametrize("knobs", WIDE, ids=tile_name)
+def test_wide_wgmmas(knobs):
+    for mode in supported_modes():
+        if mode.get("accum") == "single":
+            check_mode(mode, knobs)
 
 
 @pytest.mark.parametrize("hidden,intermediate", [(128, 128), (7168, 2048), (1408, 1408), (2048, 2688)])
