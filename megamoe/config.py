@@ -124,7 +124,8 @@ class Knobs:
     mma_cols: columns of one WGMMA, 128 or 256; with 256 (accum="single" and tile_cols=256 only) it reads the rows in
         shared memory once instead of twice.
     cluster_rows, cluster_cols: shape of a cluster of CTAs, 1 or 2 each. Its columns run neighbouring column tiles and
-        share the loads of rows; its rows run neighbouring row tiles of an expert and share the loads of weights.
+        share the loads of rows; its rows run neighbouring row tiles of an expert and share the loads of weights. Both
+        GEMMs must have a multiple of cluster_rows * cluster_cols column tiles.
     stages: K blocks of 128 held in shared memory, 2 to 12; None fills it.
     copy_depth: rows in flight a warp in pull and token-back, 2 to 8; None picks by row size.
     """
