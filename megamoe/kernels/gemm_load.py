@@ -157,7 +157,7 @@ def produce_tile(
                 cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full, mcast_mask=mask)
             if cutlass.const_expr(gemm.cluster_rows == 1):
                 copy_weights(gemm, ops.atom_b, from_b, to_b, kb, stage, full, None)
-            elif tile.paired:
+            elif tile.stacked:
                 column = Int16((1 + (1 << gemm.cluster_cols)) << place[1])
                 copy_weights(gemm, ops.atom_b, from_b, to_b, kb, stage, full, column)
             else:

@@ -172,7 +172,7 @@ class Schedule(NamedTuple):
 
 class Tile(NamedTuple):
     """One work item. row: its first pool row; end: its expert's; column: its column tile (of GemmSpec.columns);
-    index: of total_tiles, the same in all CTAs of a cluster. paired: with two rows of CTAs, whether they run two row
+    index: of total_tiles, the same in all CTAs of a cluster. stacked: with two rows of CTAs, whether they run two row
     tiles and the same column tiles, thus the same weights; else None."""
 
     expert: Int32
@@ -180,7 +180,7 @@ class Tile(NamedTuple):
     end: Int32
     column: Int32
     index: Int32
-    paired: Boolean | None
+    stacked: Boolean | None
 
 
 @cute.jit
@@ -260,9 +260,9 @@ def find_tile(gemm: cutlass.Constexpr, schedule: Schedule, index: Int32) -> Tile
     local = index - before * gemm.n_tiles
     if cutlass.const_expr(gemm.cluster_rows == 1):
         m, n = tiles.split_tile(local, m_tiles, gemm.n_tiles)
-        column, paired = n * gemm.cluster + cluster_rank(gemm), None
+        column, stacked = n * gemm.cluster + cluster_rank(gemm), None
     else:
         cols, rank = gemm.cluster_cols, cluster_rank(gemm)
         m, column, both = tiles.split_pairs(local, m_tiles, gemm.n_tiles, cols, rank)
-        paired = cute.arch.make_warp_uniform(both) == 1
-    return Tile(low, schedule.start[low] + m * gemm.tile_rows, schedule.start[low + 1], column, index, paired)
+        stacked = cute.arch.make_warp_uniform(both) == 1
+    return Tile(low, schedule.start[low] + m * gemm.tile_rows, schedule.start[low + 1], column, index, stacked)

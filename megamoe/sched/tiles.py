@@ -48,10 +48,10 @@ def split_tile(local: int, m_tiles: int, n_tiles: int) -> tuple[int, int]:
 
 
 def split_pairs(local: int, m_tiles: int, n_tiles: int, cols: int, rank: int) -> tuple[int, int, int]:
-    """(row tile, column tile, paired) of one CTA of a cluster of two rows and `cols` columns of CTAs.
+    """(row tile, column tile, stacked) of one CTA of a cluster of two rows and `cols` columns of CTAs.
 
     n_tiles: column tiles over 2 * cols, so that the cluster's work item `local` again is below m_tiles * n_tiles.
-    rank: the CTA's, of row rank // cols and column rank % cols. paired is 1 where the two rows of CTAs run two row
+    rank: the CTA's, of row rank // cols and column rank % cols. stacked is 1 where the two rows of CTAs run two row
     tiles and the same column tiles; it is 0 where all run one row tile, the odd last one, and 2 * cols column tiles.
     """
     first = local // (STRIP * n_tiles) * STRIP
@@ -59,9 +59,9 @@ def split_pairs(local: int, m_tiles: int, n_tiles: int, cols: int, rank: int) ->
     inner = local - first * n_tiles
     pairs = rows // 2
     after = inner - 2 * pairs * n_tiles  # from 0 on: a work item of the odd row tile
-    paired = (after >> 31) & 1
-    single = 1 - paired
-    across = paired * pairs + single  # not 0, even where pairs is
-    m = paired * (2 * (inner % across) + rank // cols) + single * (rows - 1)
-    n = paired * (inner // across * cols + rank % cols) + single * (after * (2 * cols) + rank)
-    return first + m, n, paired
+    stacked = (after >> 31) & 1
+    single = 1 - stacked
+    across = stacked * pairs + single  # not 0, even where pairs is
+    m = stacked * (2 * (inner % across) + rank // cols) + single * (rows - 1)
+    n = stacked * (inner // across * cols + rank % cols) + single * (after * (2 * cols) + rank)
+    return first + m, n, stacked

@@ -62,14 +62,14 @@ def test_a_cluster_shares_rows_along_and_columns_down(m_tiles: list[int], n_tile
         for row in (upper, lower):  # loads of rows are shared along it, whatever the kind
             assert len({m for m, _, _ in row}) == 1
             assert [n for _, n, _ in row] == list(range(row[0][1], row[0][1] + cols))
-        (paired,) = {paired for _, _, paired in ctas}
-        if paired:
+        (stacked,) = {stacked for _, _, stacked in ctas}
+        if stacked:
             assert [(m + 1, n) for m, n, _ in upper] == [(m, n) for m, n, _ in lower]
             assert upper[0][0] % 2 == 0
         else:
             assert {m for m, _, _ in ctas} == {m_tiles[expert] - 1} and m_tiles[expert] % 2 == 1
             assert [n for _, n, _ in ctas] == list(range(upper[0][1], upper[0][1] + 2 * cols))
-        order.append((expert, upper[0][0] // tiles.STRIP, 1 - paired, upper[0][1], upper[0][0]))
+        order.append((expert, upper[0][0] // tiles.STRIP, 1 - stacked, upper[0][1], upper[0][0]))
     assert order == sorted(order)
 
 
