@@ -105,10 +105,14 @@ def _product(cfg: MoEConfig, codes: Tensor, scales, name: str, static, w: Tensor
     return (codes.to(dtype) @ w.to(dtype).T) * (_static(name, static) * w_scale.to(dtype))
 
 
+def _gate_and_up(cfg: MoEConfig, codes, scales, expert: int, pack: CanonicalExperts, dtype) -> Tensor:
+    """FC1's output [R, 2I] of one expert's rows, gate then up."""
+    return _product(cfg, codes, scales, "x_scale", pack.x_scale, pack.w13[expert], pack.w13_scale[expert], dtype)
+
+
 def _fc1_rows(cfg: MoEConfig, codes, scales, expert: int, pack: CanonicalExperts, weights, dtype) -> Tensor:
     """SwiGLU results [R, I] of one expert's rows, the routing weight included where the config puts it here."""
-    both = _product(cfg, codes, scales, "x_scale", pack.x_scale, pack.w13[expert], pack.w13_scale[expert], dtype)
-    gate, up = both.split(cfg.intermediate, dim=1)
+    gate, up = _gate_and_up(cfg, codes, scales, expert, pack, dtype).split(cfg.intermediate, dim=1)
     act = numerics.swiglu(gate, up, cfg.clamp)
     return act * weights.to(dtype)[:, None] if cfg.route_weight == "activation" else act
 
@@ -172,6 +176,24 @@ def fc1(
             act[rows] = _fc1_rows(cfg, *picked, expert, pack, _take(weights, rows), dtype)
     out, out_scales = quantize_activation(cfg, act, pack.act_scale)
     return {"act": act, "codes": out, "scales": out_scales}
+
+
+def fc1_preactivation(
+    cfg: MoEConfig,
+    codes: Tensor,
+    scales: Tensor | None,
+    experts: Tensor,
+    pack: CanonicalExperts,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """FC1's output before clamp and SwiGLU, all scales applied: [R, 2I] in dtype, gate then up. Arguments as in fc1."""
+    _check_rows(cfg, "codes", codes, scales, cfg.hidden, BLOCK)
+    both = torch.zeros(codes.shape[0], 2 * cfg.intermediate, dtype=dtype, device=codes.device)
+    with exact_matmul():
+        for expert, rows in _by_expert(experts, pack.w13.shape[0]):
+            picked = (_take(codes, rows), _take(scales, rows))
+            both[rows] = _gate_and_up(cfg, *picked, expert, pack, dtype)
+    return both
 
 
 def fc2(

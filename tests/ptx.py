@@ -81,9 +81,13 @@ def check_gemm(found: CompileReport, gemm: gemm_tiles.GemmSpec) -> None:
     check_any(found)
     assert found.smem is not None
     wgmma = count(r"wgmma\.mma_async", found.ptx)
-    assert wgmma == count(rf"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.{fp8}\.{fp8}", found.ptx) > 0
-    assert count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx) >= 1 + gemm.halves
-    assert (count(r"cp\.async\.bulk\.tensor\.2d\S*multicast", found.ptx) > 0) == (gemm.cluster > 1)
+    assert wgmma == count(rf"wgmma\.mma_async\.sync\.aligned\.m64n{gemm.mma_cols}k32\.f32\.{fp8}\.{fp8}", found.ptx) > 0
+    loads = count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx)
+    shared = count(r"cp\.async\.bulk\.tensor\.2d\S*multicast", found.ptx)
+    across, down = gemm.cluster_cols > 1, gemm.cluster_rows > 1
+    # Of rows, one a stage; of weights, one a half, and with two rows of CTAs one more for where they share none.
+    assert loads == gemm.passes * (1 + gemm.halves * (2 if down else 1))
+    assert shared == gemm.passes * (across + gemm.halves * down)
     assert (count(r"barrier\.cluster\.wait", found.ptx) > 0) == (gemm.cluster > 1)
     assert (count(r"cp\.async\.mbarrier\.arrive\.noinc", found.ptx) > 0) == (gemm.mode == "block")
     assert count(r"setmaxnreg\.dec", found.ptx) == count(r"setmaxnreg\.inc", found.ptx) == 1
@@ -101,7 +105,8 @@ def check_fc1(found: CompileReport, spec: FC1Spec) -> None:
     items = spec.gemm.passes * spec.gemm.halves
     assert count(r"div\.rn\.f32", found.ptx) > 0 == count(r"div\.(approx|full)", found.ptx)
     assert count(rf"cvt\.rn\.satfinite\.{spec.gemm.fp8}x2\.f32", found.ptx) == 16 * items
-    assert count(r"st\.global\.v4\.b32", found.ptx) == 2 * items * (5 if spec.debug else 1)
+    assert count(r"cvt\.rn\.bf16x2\.f32", found.ptx) == 32 * items * spec.keep_preactivation
+    assert count(r"st\.global\.v4\.b32", found.ptx) == 2 * items * (1 + 4 * spec.debug + 4 * spec.keep_preactivation)
     assert (count(r"min\.NaN\.f32", found.ptx) > 0) == (spec.clamp is not None)
 
 

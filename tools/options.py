@@ -130,7 +130,7 @@ def parse_knobs(top: argparse.ArgumentParser, text: str) -> Knobs | None:
     try:
         return Knobs(**{name: int(number) for name, number in (part.split("=") for part in text.split(","))})
     except (TypeError, ValueError) as error:
-        top.error(f"--knobs {text}: auto, or fields of Knobs as in tile_rows=128,cluster=2 ({error})")
+        top.error(f"--knobs {text}: auto, or fields of Knobs as in tile_rows=128,cluster_cols=2 ({error})")
 
 
 def _settings(top: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -27,8 +27,13 @@ NAMES = ("stage", "exchange", "pull", "fc1", "fc2", "token_back", "reduce")
 V3 = dict(hidden=7168, intermediate=2048, num_experts=256, top_k=8, max_tokens=8192)
 V2_LITE = dict(hidden=2048, intermediate=1408, num_experts=64, top_k=6, max_tokens=8192)
 RANKS = (1, 8)
-TILES = tuple(Knobs(tile_rows=r, tile_cols=c, cluster=n) for r in (64, 128) for c in (128, 256) for n in (1, 2))
+CLUSTERS = tuple(dict(cluster_rows=rows, cluster_cols=cols) for rows in (1, 2) for cols in (1, 2))
+TILES = tuple(Knobs(tile_rows=r, tile_cols=c, **shape) for r in (64, 128) for c in (128, 256) for shape in CLUSTERS)
 """Every tile and cluster; each compiles for E4M3 block scales, those that heuristics pick in all modes."""
+WIDE = tuple(Knobs(tile_rows=r, tile_cols=256, mma_cols=256, **shape) for r in (64, 128) for shape in CLUSTERS)
+"""The same of WGMMAs of 256 columns; each compiles for E4M3 and accum "single"."""
+AHEAD = (Knobs(tile_rows=64, lookahead=1), Knobs(tile_cols=256, cluster_cols=2, lookahead=1))
+"""With lookahead; each compiles for E4M3 in every promoted mode."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,10 @@ def _data_kernels(cfg: MoEConfig, ranks: int, stage_variants: tuple[tuple[bool, 
 
 
 def _gemms(cfg: MoEConfig, ranks: int, knobs: Knobs) -> Iterator[CatalogEntry]:
-    local, tile = cfg.experts_local(ranks), f"{knobs.tile_rows}x{knobs.tile_cols}x{knobs.cluster}"
-    mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} tile{tile}"
+    local = cfg.experts_local(ranks)
+    tile = f"tile{knobs.tile_rows}x{knobs.tile_cols} cluster{knobs.cluster_rows}x{knobs.cluster_cols}"
+    tile += " wide" if knobs.mma_cols > 128 else " ahead" if knobs.lookahead else ""
+    mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} {tile}"
     yield _entry("fc1", mode, FC1, FC1Spec.from_config(cfg, local, knobs))
     yield _entry("fc2", mode, FC2, FC2Spec.from_config(cfg, local, knobs))
 
@@ -89,6 +96,11 @@ def _everything() -> Iterator[CatalogEntry]:
             yield from _gemms(cfg, max(RANKS), knobs)
     for knobs in TILES:
         yield from _gemms(MoEConfig(**V3), max(RANKS), knobs)
+    for knobs in AHEAD:
+        for mode in (dict(), dict(act_group=64), dict(scale="tensor")):
+            yield from _gemms(MoEConfig(**V3, **mode), max(RANKS), knobs)
+    for knobs in WIDE:
+        yield from _gemms(MoEConfig(**V3, scale="tensor", accum="single"), max(RANKS), knobs)
 
 
 def catalog(quick: bool = False, *, scale: str = "block", fp8: str = "e4m3") -> list[CatalogEntry]:

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from .. import wire
 from ..config import BLOCK, Knobs, MoEConfig
+from ..errors import ConfigError
 from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_tiles, prims, rows, trace
 from .trace import Phase, Role
 
 
 @dataclass(frozen=True)
 class FC1Spec:
-    """What the FC1 kernel compiles in. debug: also store fp32 activations before quantisation. trace: see trace.py."""
+    """What the FC1 kernel compiles in. debug: also store fp32 activations before quantisation; or keep_preactivation:
+    also store bf16 gate and up, before clamp and SwiGLU. trace: see trace.py."""
 
     gemm: gemm_tiles.GemmSpec
     act_pitch: int
@@ -27,11 +29,21 @@ class FC1Spec:
     clamp: float | None
     weighted: bool
     debug: bool = False
+    keep_preactivation: bool = False
     trace: int = 0
 
     @classmethod
-    def from_config(cls, cfg: MoEConfig, experts_local: int, knobs: Knobs, debug: bool = False) -> FC1Spec:
-        """The spec of a config. Raises ConfigError for knobs that don't fit it."""
+    def from_config(
+        cls,
+        cfg: MoEConfig,
+        experts_local: int,
+        knobs: Knobs,
+        debug: bool = False,
+        keep_preactivation: bool = False,
+    ) -> FC1Spec:
+        """The spec of a config. Raises ConfigError for knobs that don't fit, and debug with keep_preactivation."""
+        if debug and keep_preactivation:
+            raise ConfigError("keep_preactivation", True, "False with debug: both take too many registers")
         block = cfg.scale == "block"
         gemm = gemm_tiles.make_spec(
             *(knobs, "fc1"),
@@ -46,11 +58,17 @@ class FC1Spec:
             passes=2 if block and cfg.act_group == 128 else 1,
         )
         weighted = cfg.route_weight == "activation"
-        return cls(gemm, wire.activation_format(cfg).pitch, cfg.act_group, cfg.clamp, weighted, debug)
+        pitch = wire.activation_format(cfg).pitch
+        return cls(gemm, pitch, cfg.act_group, cfg.clamp, weighted, debug, keep_preactivation)
 
     @property
     def intermediate(self) -> int:
         return self.gemm.n // 2
+
+    @property
+    def kept_pitch(self) -> int:
+        """Bytes of a row of what is kept: fp32 activations [I] (debug), or bf16 gate and up [2I]."""
+        return 4 * self.intermediate
 
 
 @cute.jit
@@ -63,7 +81,7 @@ def fc1_tile(
     w_scale: Int64,
     pool_weight: Int64,
     act: Int64,
-    debug: Int64,
+    kept: Int64,
     x_scale: Float32,
     act_scale: Float32,
     stage: Int32,
@@ -91,6 +109,12 @@ def fc1_tile(
         since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
         for half in cutlass.range_constexpr(gemm.halves):
             at = item * gemm.halves + half
+            if cutlass.const_expr(spec.keep_preactivation):
+                dests = tuple(gemm_epilogue.row_address(kept, spec.kept_pitch, row) for row in mine)
+                gemm_epilogue.store_preactivation(
+                    *(spec.intermediate, math.acc[half], tile.column * items + at),
+                    *(factor, not gemm.scaled, math.quad, dests, live),
+                )
             gemm_epilogue.activate(spec.clamp, math.acc[half], at, factor, not gemm.scaled, weights, values)
         since = trace.end(math.pen, since, Role.MATH, Phase.ACTIVATE, tile.index)
     dests = tuple(gemm_epilogue.row_address(act, spec.act_pitch, row) for row in mine)
@@ -99,7 +123,7 @@ def fc1_tile(
         *(values, act_scale, tile.column, math.quad, dests, live),
     )
     if cutlass.const_expr(spec.debug):
-        dests = tuple(gemm_epilogue.row_address(debug, 4 * spec.intermediate, row) for row in mine)
+        dests = tuple(gemm_epilogue.row_address(kept, spec.kept_pitch, row) for row in mine)
         gemm_epilogue.store_debug(items, values, tile.column, math.quad, dests, live)
     trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
     return stage, phase
@@ -111,8 +135,9 @@ class FC1:
     ARGS: x, records of the pool [rows_total, pitch]; expert_start, int32 [E_local + 1]; w13, FP8
     [E_local, 2I, H] in kernel order; w13_scale, fp32 [E_local, 2, I/128, H/128] (block) or [E_local]
     (tensor); pool_weight, fp32 [rows_total] (read with route_weight "activation"); act, activation
-    records to write; debug, fp32 [rows_total, I] (spec.debug); then rows_total, grid (CTAs, at most one an
-    SM is useful), x_scale, act_scale (tensor mode; else not read). Addresses that aren't used may be 0.
+    records to write; kept, fp32 [rows_total, I] (spec.debug) or bf16 [rows_total, 2I] (keep_preactivation) to
+    write; then rows_total, grid (CTAs, at most one an SM is useful), x_scale, act_scale (tensor mode; else not
+    read). Addresses that aren't used may be 0.
     """
 
     ARGS = (Int64, Int64, Int64, Int64, Int64, Int64, Int64, Int32, Int32, Float32, Float32)
@@ -134,7 +159,7 @@ class FC1:
         w_scale: Int64,
         pool_weight: Int64,
         act: Int64,
-        debug: Int64,
+        kept: Int64,
         x_scale: Float32,
         act_scale: Float32,
         trace_at: Int64 | None,
@@ -162,7 +187,7 @@ class FC1:
                     w_scale,
                     pool_weight,
                     act,
-                    debug,
+                    kept,
                     x_scale,
                     act_scale,
                     stage,
@@ -181,7 +206,7 @@ class FC1:
         w13_scale: Int64,
         pool_weight: Int64,
         act: Int64,
-        debug: Int64,
+        kept: Int64,
         rows_total: Int32,
         grid: Int32,
         x_scale: Float32,
@@ -191,7 +216,7 @@ class FC1:
     ):
         gemm = self.spec.gemm
         ops = gemm_load.make_operands(gemm, x, w13, rows_total)
-        self.kernel(ops, x, expert_start, w13_scale, pool_weight, act, debug, x_scale, act_scale, trace_at).launch(
+        self.kernel(ops, x, expert_start, w13_scale, pool_weight, act, kept, x_scale, act_scale, trace_at).launch(
             grid=(gemm_tiles.whole_clusters(gemm, grid), 1, 1),
             block=(gemm.threads, 1, 1),
             cluster=(gemm.cluster, 1, 1),
@@ -212,6 +237,7 @@ def fc1(
     *,
     num_sms: int | None = None,
     debug: bool = False,
+    keep_preactivation: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """FC1, clamp, SwiGLU and quantisation of pool rows, on torch's current stream.
@@ -219,9 +245,11 @@ def fc1(
     x_rows: uint8 [R, pitch], records of wire.input_format(cfg) (rows.pack_rows makes them), grouped by
     expert. expert_start: int32 [E_local + 1]; rows expert_start[e] to expert_start[e + 1] are expert e's.
     weights: fp32 [R], needed with route_weight="activation". num_sms: CTAs to launch, default all SMs.
-    Returns uint8 [R, pitch], records of wire.activation_format(cfg) (in `out` if given), and with debug
-    also fp32 [R, I], the activations before they are quantised. Rows of no expert are left as they were.
-    Raises InputError when an argument doesn't fit.
+    Returns uint8 [R, pitch], records of wire.activation_format(cfg) (in `out` if given). With debug also
+    fp32 [R, I], the activations before they are quantised; or with keep_preactivation also bf16 [R, 2I], what
+    the GEMM gives with all scales applied, before clamp and SwiGLU: gate in the first I columns, up in the
+    others. Rows of no expert are left as they were. Raises InputError when an argument doesn't fit, ConfigError
+    for knobs that don't and for debug with keep_preactivation.
     """
     cfg = rows.config_of(experts)
     fmt, total = wire.activation_format(cfg), x_rows.shape[0]
@@ -232,12 +260,14 @@ def fc1(
     if out is None:
         out = torch.empty(total, fmt.pitch, dtype=torch.uint8, device=x_rows.device)
     rows.check("out", out, torch.uint8, total, fmt.pitch)
-    act = torch.empty(total if debug else 0, cfg.intermediate, dtype=torch.float32, device=x_rows.device)
+    spec = FC1Spec.from_config(cfg, local, knobs, debug, keep_preactivation)
+    columns, dtype = (2 * cfg.intermediate, torch.bfloat16) if keep_preactivation else (cfg.intermediate, torch.float32)
+    kept = torch.empty(total if debug or keep_preactivation else 0, columns, dtype=dtype, device=x_rows.device)
     if total:
         build.run(
-            *(FC1(FC1Spec.from_config(cfg, local, knobs, debug)), x_rows.device),
+            *(FC1(spec), x_rows.device),
             *(x_rows.data_ptr(), expert_start.data_ptr(), experts.w13.data_ptr(), experts.w13_scale.data_ptr()),
-            *(weight_address, out.data_ptr(), act.data_ptr(), total, rows.ctas(x_rows, num_sms)),
+            *(weight_address, out.data_ptr(), kept.data_ptr(), total, rows.ctas(x_rows, num_sms)),
             *(experts.x_scale or 1.0, experts.act_scale or 1.0),
         )
-    return (out, act) if debug else out
+    return (out, kept) if debug or keep_preactivation else out

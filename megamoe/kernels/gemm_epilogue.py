@@ -123,6 +123,35 @@ def store_debug(items: cutlass.Constexpr, values: cute.Tensor, column: Int32, qu
 
 
 @cute.jit
+def store_preactivation(
+    intermediate: cutlass.Constexpr,
+    acc: cute.Tensor,
+    item: Int32,
+    factor: Float32,
+    scaled: cutlass.Constexpr,
+    quad: Int32,
+    dests: tuple,
+    live: tuple,
+):
+    """Store one pass' gate and up, before clamp and SwiGLU, into two bf16 rows [2 * intermediate], gate first.
+
+    item: the pass' number in its row; its columns start at 64 * item. scaled and factor: as in activate().
+    """
+    for h in cutlass.range_constexpr(2):
+        if live[h]:
+            at = dests[h] + Int64(item * 64 + quad * 16) * 2
+            for part in cutlass.range_constexpr(2):
+                for piece in cutlass.range_constexpr(2):
+                    words = []
+                    for chunk in cutlass.range_constexpr(8 * piece + part, 8 * piece + 8, 2):
+                        low, high = acc[4 * chunk + 2 * h], acc[4 * chunk + 2 * h + 1]
+                        if cutlass.const_expr(scaled):
+                            low, high = low * factor, high * factor
+                        words.append(prims.f32_pair_to_bf16(low, high))
+                    prims.st_v4(at + (2 * intermediate * part + 16 * piece), *words)
+
+
+@cute.jit
 def store_output(acc: cute.Tensor, factors: tuple, column: Int32, quad: Int32, dests: tuple, live: tuple):
     """FC2's accumulators, times a factor for each row half (or none), to two bf16 rows."""
     for h in cutlass.range_constexpr(2):

@@ -1,6 +1,9 @@
 """The producer warps of a grouped FP8 GEMM: one issues TMA of both operands, one copies block scales.
 
-With a cluster of two CTAs, which run neighbouring column tiles of the same rows, each loads half of A for both.
+CTAs in a row of a cluster run neighbouring column tiles of the same rows: with two, each loads half of A for both.
+CTAs in a column run two row tiles and the same columns: each loads half of every weight tile for both. Where all
+CTAs run one row tile instead, an expert's odd last one (sched/tiles.py), each loads its own weights, and only CTAs in
+a row share A: such an item moves as many bytes a tile as a cluster of one row would.
 
 Sources: PTX ISA, "cp.async.bulk.tensor", "cp.async", "cp.async.mbarrier.arrive".
 """
@@ -21,7 +24,7 @@ from .gemm_tiles import (
     GemmSpec,
     Schedule,
     Tile,
-    cluster_rank,
+    cluster_place,
     fill_schedule,
     find_tile,
     first_item,
@@ -34,12 +37,16 @@ PRODUCER_REGISTERS = 40
 
 
 class Operands(NamedTuple):
-    """TMA of one GEMM: atoms and coordinate tensors of A [R, k] and B [experts * n, k]."""
+    """TMA of one GEMM: atoms and coordinate tensors of A [R, k] and B [experts * n, k].
+
+    alone: with two rows of CTAs, the atom and tensor of B without multicast; else ().
+    """
 
     atom_a: cute.CopyAtom
     a: cute.Tensor
     atom_b: cute.CopyAtom
     b: cute.Tensor
+    alone: tuple
 
 
 class Scales(NamedTuple):
@@ -66,10 +73,53 @@ def make_operands(gemm: GemmSpec, a: Int64, b: Int64, rows_total: Int32) -> Oper
             op = cpasync.CopyBulkTensorTileG2SMulticastOp()
         return cpasync.make_tiled_tma_atom(op, tensor, layout, (tile_rows, BLOCK), num_multicast=multicast)
 
+    rows_b = Int32(gemm.experts * gemm.n)
     return Operands(
-        *tma(a, rows_total, gemm.pitch, gemm.tile_rows, gemm.cluster),
-        *tma(b, Int32(gemm.experts * gemm.n), gemm.k, BLOCK, 1),
+        *tma(a, rows_total, gemm.pitch, gemm.tile_rows, gemm.cluster_cols),
+        *tma(b, rows_b, gemm.k, BLOCK, gemm.cluster_rows),
+        tuple(tma(b, rows_b, gemm.k, BLOCK, 1)) if gemm.cluster_rows > 1 else (),
     )
+
+
+@cute.jit
+def weight_tiles(
+    gemm: cutlass.Constexpr,
+    atom: cute.CopyAtom,
+    b: cute.Tensor,
+    ring: Ring,
+    n_tile: Int32,
+    part: Int32 | int,
+    parts: cutlass.Constexpr,
+) -> tuple[cute.Tensor, list[cute.Tensor]]:
+    """TMA views of part `part` of `parts` of the ring's weight tiles, and of each half's source from n_tile on."""
+    layout, sources = cute.make_layout(parts), []
+    for half in cutlass.range_constexpr(gemm.halves):
+        gb = cute.local_tile(b, (BLOCK, BLOCK), (n_tile + half, None))
+        to, source = cpasync.tma_partition(
+            atom, part, layout, cute.group_modes(ring.b, 0, 2), cute.group_modes(gb, 0, 2)
+        )
+        sources.append(source)
+    return to, sources
+
+
+@cute.jit
+def copy_weights(
+    gemm: cutlass.Constexpr,
+    atom: cute.CopyAtom,
+    sources: list[cute.Tensor],
+    to: cute.Tensor,
+    kb: Int32,
+    stage: Int32,
+    full: cute.Pointer,
+    mask: Int16 | None,
+):
+    """Issue TMA of weight_tiles' halves of K block kb. mask: the CTAs it goes to, else this one."""
+    for half in cutlass.range_constexpr(gemm.halves):
+        here = to[(None, stage * gemm.halves + half)]
+        if cutlass.const_expr(mask is None):
+            cute.copy(atom, sources[half][(None, kb)], here, tma_bar_ptr=full)
+        else:
+            cute.copy(atom, sources[half][(None, kb)], here, tma_bar_ptr=full, mcast_mask=mask)
 
 
 @cute.jit
@@ -83,35 +133,35 @@ def produce_tile(
     pen: trace.Tracer | None,
 ) -> tuple[Int32, Int32]:
     """TMA warp, all lanes: load every K block of a work item. Returns the ring state after it. pen: see trace.py."""
-    one = cute.make_layout(1)
+    place = cluster_place(gemm)
     shifted = cute.domain_offset((tile.row, 0), ops.a)
     ga = cute.local_tile(shifted, (gemm.tile_rows, BLOCK), (0, None))
     to_a, from_a = cpasync.tma_partition(
-        *(ops.atom_a, cluster_rank(gemm), cute.make_layout(gemm.cluster)),
+        *(ops.atom_a, place[1], cute.make_layout(gemm.cluster_cols)),
         *(cute.group_modes(ring.a, 0, 2), cute.group_modes(ga, 0, 2)),
     )
     for item in cutlass.range_constexpr(gemm.passes):
-        from_b = []
-        for half in cutlass.range_constexpr(gemm.halves):
-            n_tile = tile.expert * (gemm.n // BLOCK) + (tile.column * gemm.passes + item) * gemm.halves + half
-            gb = cute.local_tile(ops.b, (BLOCK, BLOCK), (n_tile, None))
-            to_b, source = cpasync.tma_partition(
-                ops.atom_b, 0, one, cute.group_modes(ring.b, 0, 2), cute.group_modes(gb, 0, 2)
-            )
-            from_b.append(source)
+        n_tile = tile.expert * (gemm.n // BLOCK) + (tile.column * gemm.passes + item) * gemm.halves
+        to_b, from_b = weight_tiles(gemm, ops.atom_b, ops.b, ring, n_tile, place[0], gemm.cluster_rows)
+        if cutlass.const_expr(gemm.cluster_rows > 1):
+            to_alone, from_alone = weight_tiles(gemm, *ops.alone, ring, n_tile, 0, 1)
         for kb in cutlass.range(gemm.k_blocks, unroll=1):
             full = ring.full + stage
             trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, gemm.stage_bytes)
-            if cutlass.const_expr(gemm.cluster == 1):
+            if cutlass.const_expr(gemm.cluster_cols == 1):
                 cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full)
             else:
-                mask = Int16((1 << gemm.cluster) - 1)
+                mask = Int16(((1 << gemm.cluster_cols) - 1) << place[0] * gemm.cluster_cols)
                 cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full, mcast_mask=mask)
-            for half in cutlass.range_constexpr(gemm.halves):
-                to = to_b[(None, stage * gemm.halves + half)]
-                cute.copy(ops.atom_b, from_b[half][(None, kb)], to, tma_bar_ptr=full)
+            if cutlass.const_expr(gemm.cluster_rows == 1):
+                copy_weights(gemm, ops.atom_b, from_b, to_b, kb, stage, full, None)
+            elif tile.stacked:
+                column = Int16((1 + (1 << gemm.cluster_cols)) << place[1])
+                copy_weights(gemm, ops.atom_b, from_b, to_b, kb, stage, full, column)
+            else:
+                copy_weights(gemm, ops.alone[0], from_alone, to_alone, kb, stage, full, None)
             stage, phase = advance(gemm, stage, phase)
     return stage, phase
 
@@ -169,6 +219,8 @@ def start(gemm: cutlass.Constexpr, ops: Operands, expert_start: Int64) -> tuple[
     if warp == 4 * gemm.warpgroups:
         cpasync.prefetch_descriptor(ops.atom_a)
         cpasync.prefetch_descriptor(ops.atom_b)
+        if cutlass.const_expr(gemm.cluster_rows > 1):
+            cpasync.prefetch_descriptor(ops.alone[0])
         with cute.arch.elect_one():
             init_ring(gemm, ring)
     meet(gemm)

@@ -1,8 +1,8 @@
 """The math warpgroups of a grouped FP8 GEMM: fragments and the main loops of each mode.
 
 A math warpgroup has 64 rows of the tile. It multiplies them with the `halves` weight tiles of a stage one after
-the other, each into accumulators of its own; promoted sums go through one temporary fragment, and while one
-warpgroup adds, the other keeps the tensor cores busy.
+the other, each into accumulators of its own, or with mma_cols = 256 with both at once; promoted sums go through
+one temporary fragment, and while one warpgroup adds, the other keeps the tensor cores busy.
 
 Source: PTX ISA, "wgmma.mma_async" (fragment layout, fences).
 """
@@ -19,7 +19,7 @@ from cutlass.utils import hopper_helpers
 
 from ..config import BLOCK
 from . import prims, trace
-from .gemm_ring import FP8_TYPES, Ring, advance, release, scale_at
+from .gemm_ring import FP8_TYPES, Ring, advance, release, scale_at, smem_layout
 from .gemm_tiles import WARPGROUP, Tile
 
 MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are allotted at launch
@@ -29,8 +29,8 @@ class MathThread(NamedTuple):
     """Fragment views of a math thread, its accumulators, and where it stands in a tile.
 
     acc [halves] and temp are fp32 [64]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
-    half. row counts from the tile's first row. zero and more are the MMA without and with accumulation.
-    pen: see trace.py.
+    half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views. row
+    counts from the tile's first row. zero and more are the MMA without and with accumulation. pen: see trace.py.
     """
 
     zero: cute.TiledMma
@@ -38,10 +38,20 @@ class MathThread(NamedTuple):
     a: cute.Tensor
     b: cute.Tensor
     acc: tuple
+    sums: tuple
     temp: cute.Tensor
     row: Int32
     quad: Int32
     pen: trace.Tracer | None
+
+
+@cute.jit
+def mma_weights(gemm: cutlass.Constexpr, ring: Ring) -> cute.Tensor:
+    """The ring's weights as WGMMAs read them: tiles [mma_cols, 128]. A stage's halves lie one after the other."""
+    b = ring.b
+    if cutlass.const_expr(gemm.mma_cols > BLOCK):
+        b = cute.make_tensor(b.iterator, smem_layout(gemm, gemm.mma_cols, gemm.stages).outer)
+    return b
 
 
 @cute.jit
@@ -58,7 +68,7 @@ def make_math_thread(
             OperandMajorMode.K,
             Float32,
             atom_layout_mnk=(gemm.warpgroups, 1, 1),
-            tiler_mn=(64, BLOCK),
+            tiler_mn=(64, gemm.mma_cols),
         )
         for _ in range(2)
     )
@@ -67,12 +77,15 @@ def make_math_thread(
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     mine = zero.get_slice(group * WARPGROUP)
     a = zero.make_fragment_A(mine.partition_A(ring.a))
-    b = zero.make_fragment_B(mine.partition_B(ring.b))
-    shape = zero.partition_shape_C((gemm.tile_rows, BLOCK))
-    acc = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(gemm.halves))
+    b = zero.make_fragment_B(mine.partition_B(mma_weights(gemm, ring)))
+    shape = zero.partition_shape_C((gemm.tile_rows, gemm.mma_cols))
+    sums = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(BLOCK * gemm.halves // gemm.mma_cols))
+    acc = sums
+    if cutlass.const_expr(gemm.mma_cols > BLOCK):
+        acc = tuple(cute.make_tensor(sums[0].iterator + 64 * half, cute.make_layout(64)) for half in range(gemm.halves))
     temp = cute.make_rmem_tensor(shape, Float32)
     pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
-    return MathThread(zero, more, a, b, acc, temp, thread // 32 * 16 + thread % 32 // 4, thread % 4, pen)
+    return MathThread(zero, more, a, b, acc, sums, temp, thread // 32 * 16 + thread % 32 // 4, thread % 4, pen)
 
 
 @cute.jit
@@ -98,7 +111,7 @@ def multiply(
     count: cutlass.Constexpr,
     keep: cutlass.Constexpr,
 ):
-    """Issue `count` WGMMAs of K = 32 from slice `first` of a stage and weight tile `tile` of the ring.
+    """Issue `count` WGMMAs of K = 32 from slice `first` of a stage and tile `tile` of mma_weights.
 
     keep: add to what `into` holds; else the first one overwrites it.
     """
@@ -109,10 +122,10 @@ def multiply(
 
 @cute.jit
 def multiply_stage(gemm: cutlass.Constexpr, math: MathThread, stage: Int32, keep: cutlass.Constexpr):
-    """Issue a stage's WGMMAs of all halves into their accumulators and commit them as one group."""
+    """Issue a stage's WGMMAs into all sums and commit them as one group."""
     warpgroup.fence()
-    for half in cutlass.range_constexpr(gemm.halves):
-        multiply(math, math.acc[half], stage, stage * gemm.halves + half, 0, 4, keep)
+    for part in cutlass.range_constexpr(len(math.sums)):
+        multiply(math, math.sums[part], stage, stage * len(math.sums) + part, 0, 4, keep)
     warpgroup.commit_group()
 
 
@@ -154,26 +167,51 @@ def load_factors(gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: I
 
 
 @cute.jit
+def await_stage(
+    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, factors: cute.Tensor
+):
+    """Wait for a full stage and read its scales, if any, into `factors`."""
+    trace.mbarrier_wait(math.pen, ring.full + stage, phase)
+    if cutlass.const_expr(gemm.scaled):
+        load_factors(gemm, ring, math, stage, factors)
+
+
+@cute.jit
 def sum_promoted(
     gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32
 ) -> tuple[Int32, Int32]:
-    """acc = sum over K groups in fp32 registers, times scales in "block" mode. Returns the ring state after it."""
+    """acc = sum over K groups in fp32 registers, times scales in "block" mode. Returns the ring state after it.
+
+    With lookahead the next stage is awaited and its scales are read while the tensor cores run a stage's last
+    WGMMAs, so that only additions stand between two batches of them (tests/cpu/ring_model.py has this order too).
+    """
     groups = BLOCK // gemm.group if gemm.scaled else 1
     factors = cute.make_rmem_tensor((2 * groups, gemm.w_scales), Float32)
     for half in cutlass.range_constexpr(gemm.halves):
         math.acc[half].fill(0.0)
-    for _ in cutlass.range(gemm.k_blocks, unroll=1):
-        trace.mbarrier_wait(math.pen, ring.full + stage, phase)
+    following = cute.make_rmem_tensor_like(factors)
+    if cutlass.const_expr(gemm.lookahead):
+        await_stage(gemm, ring, math, stage, phase, factors)
+    for kb in cutlass.range(gemm.k_blocks, unroll=1):
+        if cutlass.const_expr(gemm.lookahead):
+            next_stage, next_phase = advance(gemm, stage, phase)
+        else:
+            trace.mbarrier_wait(math.pen, ring.full + stage, phase)
         for half in cutlass.range_constexpr(gemm.halves):
             acc = math.acc[half]
             for g in cutlass.range_constexpr(groups):
                 warpgroup.fence()
                 multiply(math, math.temp, stage, stage * gemm.halves + half, 4 // groups * g, 4 // groups, False)
                 warpgroup.commit_group()
-                if cutlass.const_expr(gemm.scaled and half == 0 and g == 0):
+                last = cutlass.const_expr(half == gemm.halves - 1 and g == groups - 1)
+                if cutlass.const_expr(gemm.lookahead):
+                    if cutlass.const_expr(last):
+                        if kb + 1 < gemm.k_blocks:
+                            await_stage(gemm, ring, math, next_stage, next_phase, following)
+                elif cutlass.const_expr(gemm.scaled and half == 0 and g == 0):
                     load_factors(gemm, ring, math, stage, factors)
                 warpgroup.wait_group(0)
-                if cutlass.const_expr(half == gemm.halves - 1 and g == groups - 1):
+                if cutlass.const_expr(last):
                     release(gemm, ring, stage)
                 if cutlass.const_expr(not gemm.scaled):
                     acc.store(acc.load() + math.temp.load())
@@ -182,7 +220,11 @@ def sum_promoted(
                         for i in cutlass.range_constexpr(4):
                             factor = factors[2 * g + i // 2, chunk % 2 if gemm.paired else half]
                             acc[4 * chunk + i] += math.temp[4 * chunk + i] * factor
-        stage, phase = advance(gemm, stage, phase)
+        if cutlass.const_expr(gemm.lookahead):
+            factors.store(following.load())
+            stage, phase = next_stage, next_phase
+        else:
+            stage, phase = advance(gemm, stage, phase)
     return stage, phase
 
 

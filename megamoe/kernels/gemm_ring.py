@@ -61,7 +61,14 @@ def make_ring(gemm: cutlass.Constexpr) -> Ring:
 @cute.jit
 def init_ring(gemm: cutlass.Constexpr, ring: Ring):
     """One thread: initialise the barriers. full: TMA's bytes and, with block scales, one arrival a lane of the
-    scale warp; empty: one a math warp of every CTA that shares the stage."""
+    scale warp; empty: one a math warp of every CTA of the cluster.
+
+    In a cluster of 2 x 2 a CTA fills stages of its row and its column only, yet awaits all four: a superset costs
+    little. Nor can arrivals be taken for those of an earlier or later round of the stage. All CTAs run the same work
+    items, so each math warp releases a stage once a round. Before its release number k + 1 its own producer has seen
+    k times the number of warps arrive, when nobody had released more than k times: so everybody had, k times. The k-th
+    phase of any of the barriers thus ends only after every warp's k-th release.
+    """
     lanes = 32 if gemm.scaled else 0
     for stage in cutlass.range_constexpr(gemm.stages):
         cute.arch.mbarrier_init(ring.full + stage, 1 + lanes)

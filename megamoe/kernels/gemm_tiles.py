@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from .. import wire
 from ..config import BLOCK, Knobs
@@ -29,7 +29,9 @@ class GemmSpec:
     128 of k) or "block" (promoted, times scales). group: columns that share a row scale ("block").
     paired: weight tiles of 128 rows hold 64 gate and 64 up columns in chunks of 8, in turns (FC1).
     halves: weight tiles that a work item multiplies with the rows at once, 1 or 2. passes: how often it does,
-    one after another. cluster: CTAs, 1 or 2, that run neighbouring column tiles and share loads of rows.
+    one after another. mma_cols: columns of one WGMMA, those of a weight tile or of both halves ("single").
+    cluster_rows, cluster_cols: CTAs of a cluster down and across, 1 or 2 each; CTA r of it has
+    row r // cluster_cols and column r % cluster_cols. lookahead: math warps await the next stage under WGMMAs.
     """
 
     experts: int
@@ -42,7 +44,10 @@ class GemmSpec:
     paired: bool
     passes: int
     halves: int
-    cluster: int
+    mma_cols: int
+    cluster_rows: int
+    cluster_cols: int
+    lookahead: bool
     tile_rows: int
     stages: int
 
@@ -62,8 +67,13 @@ class GemmSpec:
         return BLOCK * self.passes * self.halves
 
     @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_rows * self.cluster_cols
+
+    @property
     def n_tiles(self) -> int:
-        """Work items of one row tile, for a whole cluster."""
+        """Work items of one row tile, for a whole cluster; with two rows, half the work items of two row tiles."""
         return self.n // (self.columns * self.cluster)
 
     @property
@@ -124,12 +134,21 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     """
     halves = knobs.tile_cols // BLOCK
     passes = fixed.pop("passes") // halves or 1
-    shape = dict(halves=halves, passes=passes, tile_rows=knobs.tile_rows, cluster=knobs.cluster)
+    clusters = dict(cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols)
+    lookahead = bool(knobs.lookahead) and fixed["mode"] != "single"  # there, it is always so
+    shape = dict(halves=halves, passes=passes, mma_cols=knobs.mma_cols, tile_rows=knobs.tile_rows)
+    shape |= dict(lookahead=lookahead, **clusters)
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
     if spec.n % spec.columns:
         raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")
-    if spec.n % (spec.columns * spec.cluster):
-        raise ConfigError("cluster", knobs.cluster, f"1 for {name}, which has {spec.n // spec.columns} column tiles")
+    if knobs.mma_cols > BLOCK and (knobs.mma_cols > knobs.tile_cols or spec.mode != "single"):
+        raise ConfigError("mma_cols", knobs.mma_cols, "128, or 256 with accum='single' and tile_cols=256")
+    across = spec.n // spec.columns
+    if across % spec.cluster_cols:
+        raise ConfigError("cluster_cols", knobs.cluster_cols, f"1 for {name}, which has {across} column tiles")
+    if across % spec.cluster:
+        allowed = f"1 for {name}: all {spec.cluster} CTAs share the {across} column tiles of an odd last row tile"
+        raise ConfigError("cluster_rows", knobs.cluster_rows, allowed)
     while spec.smem_bytes > SMEM_BYTES:
         spec = replace(spec, stages=spec.stages - 1)
     if knobs.stages is not None and knobs.stages > spec.stages:
@@ -139,7 +158,11 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
 
 
 def whole_clusters(gemm: GemmSpec, ctas: Int32) -> Int32:
-    """Grid of at most `ctas` CTAs, but at least one cluster."""
+    """Grid of at most `ctas` CTAs, but at least one cluster.
+
+    The grid should fit the GPU at once. A cluster runs within one GPC, so with clusters of four a few SMs may be left
+    over: then a grid of all SMs is a little too large, and its last cluster starts when another one ends.
+    """
     return cutlass.max(ctas // gemm.cluster, 1) * gemm.cluster
 
 
@@ -152,13 +175,15 @@ class Schedule(NamedTuple):
 
 class Tile(NamedTuple):
     """One work item. row: its first pool row; end: its expert's; column: its column tile (of GemmSpec.columns);
-    index: of total_tiles, the same in all CTAs of a cluster."""
+    index: of total_tiles, the same in all CTAs of a cluster. stacked: with two rows of CTAs, whether they run two row
+    tiles and the same column tiles, thus the same weights; else None."""
 
     expert: Int32
     row: Int32
     end: Int32
     column: Int32
     index: Int32
+    stacked: Boolean | None
 
 
 @cute.jit
@@ -210,6 +235,15 @@ def cluster_rank(gemm: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
+def cluster_place(gemm: cutlass.Constexpr) -> tuple[Int32 | int, Int32]:
+    """(row, column) of this CTA in its cluster."""
+    row, column = 0, cluster_rank(gemm)
+    if cutlass.const_expr(gemm.cluster_rows > 1):
+        row, column = column // gemm.cluster_cols, column % gemm.cluster_cols
+    return row, column
+
+
+@cute.jit
 def first_item(gemm: cutlass.Constexpr) -> tuple[Int32, Int32]:
     """This CTA's first work item, and the step to its next."""
     block, _, _ = cute.arch.block_idx()
@@ -226,6 +260,12 @@ def find_tile(gemm: cutlass.Constexpr, schedule: Schedule, index: Int32) -> Tile
         low, high = tiles.search_step(low, high, schedule.prefix[(low + high) // 2], wanted)
     before = schedule.prefix[low]
     m_tiles = schedule.prefix[low + 1] - before
-    m, n = tiles.split_tile(index - before * gemm.n_tiles, m_tiles, gemm.n_tiles)
-    column = n * gemm.cluster + cluster_rank(gemm)
-    return Tile(low, schedule.start[low] + m * gemm.tile_rows, schedule.start[low + 1], column, index)
+    local = index - before * gemm.n_tiles
+    if cutlass.const_expr(gemm.cluster_rows == 1):
+        m, n = tiles.split_tile(local, m_tiles, gemm.n_tiles)
+        column, stacked = n * gemm.cluster + cluster_rank(gemm), None
+    else:
+        cols, rank = gemm.cluster_cols, cluster_rank(gemm)
+        m, column, both = tiles.split_pairs(local, m_tiles, gemm.n_tiles, cols, rank)
+        stacked = cute.arch.make_warp_uniform(both) == 1
+    return Tile(low, schedule.start[low] + m * gemm.tile_rows, schedule.start[low + 1], column, index, stacked)

@@ -13,7 +13,7 @@ def large(cfg: MoEConfig) -> Knobs:
     wide = cfg.hidden % 256 == 0
     columns = (2 * cfg.intermediate // 256, cfg.hidden // 256)
     pairs = wide and all(n % 2 == 0 for n in columns)
-    return Knobs(tile_rows=128, tile_cols=256 if wide else 128, cluster=2 if pairs else 1)
+    return Knobs(tile_rows=128, tile_cols=256 if wide else 128, cluster_cols=2 if pairs else 1)
 
 
 def expected_rows(cfg: MoEConfig, world_size: int, tokens: int) -> float:

@@ -7,12 +7,16 @@ Order of one GEMM's tiles: experts one after another; within an expert strips of
 a strip the row tile changes fastest, then the column tile. CTAs that run side by side thus share weight
 tiles, and an expert with very many rows doesn't sweep all of them for every column tile, so both operands
 of a wave stay in L2.
+
+A cluster takes work items of one tile a CTA. Along the columns it always covers neighbouring column tiles. With two
+rows of CTAs it covers two row tiles as well (split_pairs); a strip's odd last row tile it runs as twice as many
+column tiles, so that no CTA ever idles for it.
 """
 
 from __future__ import annotations
 
 STRIP = 16
-"""Row tiles of a strip: 132 CTAs then cover 16 row tiles times 8 column tiles."""
+"""Row tiles of a strip, an even number: 132 CTAs then cover 16 row tiles times 8 column tiles."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -41,3 +45,23 @@ def split_tile(local: int, m_tiles: int, n_tiles: int) -> tuple[int, int]:
     rows = minimum(m_tiles - first, STRIP)
     inner = local - first * n_tiles
     return first + inner % rows, inner // rows
+
+
+def split_pairs(local: int, m_tiles: int, n_tiles: int, cols: int, rank: int) -> tuple[int, int, int]:
+    """(row tile, column tile, stacked) of one CTA of a cluster of two rows and `cols` columns of CTAs.
+
+    n_tiles: column tiles over 2 * cols, so that the cluster's work item `local` again is below m_tiles * n_tiles.
+    rank: the CTA's, of row rank // cols and column rank % cols. stacked is 1 where the two rows of CTAs run two row
+    tiles and the same column tiles; it is 0 where all run one row tile, the odd last one, and 2 * cols column tiles.
+    """
+    first = local // (STRIP * n_tiles) * STRIP
+    rows = minimum(m_tiles - first, STRIP)
+    inner = local - first * n_tiles
+    pairs = rows // 2
+    after = inner - 2 * pairs * n_tiles  # from 0 on: a work item of the odd row tile
+    stacked = (after >> 31) & 1
+    single = 1 - stacked
+    across = stacked * pairs + single  # not 0, even where pairs is
+    m = stacked * (2 * (inner % across) + rank // cols) + single * (rows - 1)
+    n = stacked * (inner // across * cols + rank % cols) + single * (after * (2 * cols) + rank)
+    return first + m, n, stacked

@@ -104,7 +104,19 @@ def test_refusals_name_field_value_and_what_is_allowed(field: str, value: object
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tile_rows", 96), ("tile_rows", "128"), ("stages", 1), ("stages", 13), ("copy_depth", 1), ("copy_depth", 2.0)],
+    [
+        ("tile_rows", 96),
+        ("tile_rows", "128"),
+        ("tile_cols", 64),
+        ("mma_cols", 192),
+        ("cluster_rows", 0),
+        ("cluster_rows", 4),
+        ("cluster_cols", True),
+        ("stages", 1),
+        ("stages", 13),
+        ("copy_depth", 1),
+        ("copy_depth", 2.0),
+    ],
 )
 def test_knobs_refuse_by_name(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:

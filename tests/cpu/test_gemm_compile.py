@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from megamoe import wire
-from megamoe.config import Knobs, MoEConfig
+from megamoe.config import Knobs, MoEConfig, supported_modes
 from megamoe.errors import ConfigError, InputError
 from megamoe.kernels import pack_rows, unpack_rows
 from megamoe.kernels.fc1 import FC1, FC1Spec
 from megamoe.kernels.fc2 import FC2, FC2Spec
 from megamoe.kernels.report import report
+from megamoe.sched import heuristics
 from tests.ptx import check
 
 LARGE = dict(hidden=7168, intermediate=2048, num_experts=256, top_k=8, max_tokens=8192)
@@ -40,6 +41,24 @@ def test_both_gemms_compile_at_the_edges(shape: dict, experts: int, extra: dict,
         check(report(kernel), kernel.spec)
 
 
+@pytest.mark.parametrize("mode", [m for m in supported_modes() if m["fp8"] == "e4m3"], ids=str)
+def test_preactivations_find_registers_in_the_largest_tile(mode: dict) -> None:
+    cfg = MoEConfig(**LARGE, **mode, clamp=7.0)
+    kernel = FC1(FC1Spec.from_config(cfg, 32, heuristics.large(cfg), keep_preactivation=True))
+    check(report(kernel), kernel.spec)
+
+
+def test_preactivations_of_several_passes_compile() -> None:
+    kernel = FC1(FC1Spec.from_config(MoEConfig(**LARGE), 32, Knobs(tile_rows=64), keep_preactivation=True))
+    assert kernel.spec.gemm.passes == 2
+    check(report(kernel), kernel.spec)
+
+
+def test_preactivations_and_debug_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"keep_preactivation = True: .*debug"):
+        FC1Spec.from_config(MoEConfig(**LARGE), 32, Knobs(), debug=True, keep_preactivation=True)
+
+
 def test_stages_fill_shared_memory_or_obey_the_knob() -> None:
     cfg = MoEConfig(**LARGE)
     assert FC1Spec.from_config(cfg, 32, Knobs(tile_rows=128)).gemm.stages == 6
@@ -48,6 +67,33 @@ def test_stages_fill_shared_memory_or_obey_the_knob() -> None:
     assert FC2Spec.from_config(cfg, 32, Knobs(stages=3)).gemm.stages == 3
     with pytest.raises(ConfigError, match="stages = 12"):
         FC2Spec.from_config(cfg, 32, Knobs(stages=12))
+
+
+@pytest.mark.parametrize("tile_cols", [128, 256])
+@pytest.mark.parametrize("mode", supported_modes(), ids=str)
+def test_wide_wgmmas_need_one_accumulator_and_wide_tiles(mode: dict, tile_cols: int) -> None:
+    cfg, knobs = MoEConfig(**LARGE, **mode), Knobs(tile_cols=tile_cols, mma_cols=256)
+    for kind in (FC1Spec, FC2Spec):
+        if mode.get("accum") == "single" and tile_cols == 256:
+            assert kind.from_config(cfg, 32, knobs).gemm.mma_cols == 256
+        else:
+            with pytest.raises(ConfigError, match=r"mma_cols = 256: .*accum='single' and tile_cols=256"):
+                kind.from_config(cfg, 32, knobs)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("cols", [1, 2])
+def test_a_cluster_needs_column_tiles_for_all_its_ctas(rows: int, cols: int) -> None:
+    knobs = Knobs(tile_cols=256, cluster_rows=rows, cluster_cols=cols)
+    for tiles in range(1, 9):
+        cfg = MoEConfig(**(LARGE | dict(hidden=256 * tiles)))
+        if tiles % (rows * cols) == 0:
+            gemm = FC2Spec.from_config(cfg, 32, knobs).gemm
+            assert gemm.cluster * gemm.n_tiles == tiles
+        else:
+            field = "cluster_cols" if tiles % cols else "cluster_rows"
+            with pytest.raises(ConfigError, match=rf"{field} = 2: .*fc2.* {tiles} column tiles"):
+                FC2Spec.from_config(cfg, 32, knobs)
 
 
 def test_equal_configs_have_equal_specs() -> None:

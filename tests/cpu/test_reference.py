@@ -135,6 +135,10 @@ def test_stages_compose_to_the_layer(mode):
     first = reference.fc1(cfg, *pool, experts, pack, row_weights)
     assert first["act"].shape == (len(rows), cfg.intermediate) and first["act"].dtype == torch.float32
     assert (first["act"][experts < 0] == 0).all()
+    both = reference.fc1_preactivation(cfg, *pool, experts, pack)
+    act = numerics.swiglu(*both.split(cfg.intermediate, 1), cfg.clamp)
+    act *= row_weights[:, None] if cfg.route_weight == "activation" else 1
+    assert torch.equal(act[experts >= 0], first["act"][experts >= 0])
     out = reference.fc2(cfg, first["codes"], first["scales"], experts, pack, row_weights)
     slots = torch.empty(out.shape, dtype=out.dtype)
     slots[rows] = out

@@ -14,13 +14,26 @@ from megamoe.wire import search_steps
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 
-def find(prefix: list[int], index: int, n_tiles: int) -> tuple[int, int, int]:
-    """(expert, row tile, column tile) of a tile number, as the kernels compute it."""
-    low, high, wanted = 0, len(prefix) - 1, index // n_tiles
+def expert_of(prefix: list[int], wanted: int) -> int:
+    """The expert of a row tile, as the kernels search it."""
+    low, high = 0, len(prefix) - 1
     for _ in range(search_steps(len(prefix))):
         low, high = tiles.search_step(low, high, prefix[(low + high) // 2], wanted)
+    return low
+
+
+def find(prefix: list[int], index: int, n_tiles: int) -> tuple[int, int, int]:
+    """(expert, row tile, column tile) of a tile number, as the kernels compute it."""
+    low = expert_of(prefix, index // n_tiles)
     before = prefix[low]
     return low, *tiles.split_tile(index - before * n_tiles, prefix[low + 1] - before, n_tiles)
+
+
+def find_pairs(prefix: list[int], index: int, n_tiles: int, cols: int) -> tuple[int, list[tuple[int, int, int]]]:
+    """(expert, split_pairs of every CTA) of a cluster's tile number, as the kernels compute it."""
+    low = expert_of(prefix, index // n_tiles)
+    local, m_tiles = index - prefix[low] * n_tiles, prefix[low + 1] - prefix[low]
+    return low, [tiles.split_pairs(local, m_tiles, n_tiles, cols, rank) for rank in range(2 * cols)]
 
 
 @given(COUNTS, st.integers(1, 9))
@@ -28,6 +41,36 @@ def test_every_live_tile_comes_exactly_once(m_tiles: list[int], n_tiles: int) ->
     prefix = [0, *accumulate(m_tiles)]
     seen = [find(prefix, index, n_tiles) for index in range(prefix[-1] * n_tiles)]
     assert sorted(seen) == [(e, m, n) for e, count in enumerate(m_tiles) for m in range(count) for n in range(n_tiles)]
+
+
+@given(COUNTS, st.integers(1, 9), st.sampled_from([1, 2]))
+def test_clusters_of_two_rows_run_every_live_tile_exactly_once(m_tiles: list[int], n_tiles: int, cols: int) -> None:
+    prefix = [0, *accumulate(m_tiles)]
+    items = [find_pairs(prefix, index, n_tiles, cols) for index in range(prefix[-1] * n_tiles)]
+    seen = [(expert, m, n) for expert, ctas in items for m, n, _ in ctas]
+    columns = range(2 * cols * n_tiles)
+    assert sorted(seen) == [(e, m, n) for e, count in enumerate(m_tiles) for m in range(count) for n in columns]
+
+
+@given(COUNTS, st.integers(1, 9), st.sampled_from([1, 2]))
+def test_a_cluster_shares_rows_along_and_columns_down(m_tiles: list[int], n_tiles: int, cols: int) -> None:
+    prefix = [0, *accumulate(m_tiles)]
+    order = []
+    for index in range(prefix[-1] * n_tiles):
+        expert, ctas = find_pairs(prefix, index, n_tiles, cols)
+        upper, lower = ctas[:cols], ctas[cols:]
+        for row in (upper, lower):  # loads of rows are shared along it, whatever the kind
+            assert len({m for m, _, _ in row}) == 1
+            assert [n for _, n, _ in row] == list(range(row[0][1], row[0][1] + cols))
+        (stacked,) = {stacked for _, _, stacked in ctas}
+        if stacked:
+            assert [(m + 1, n) for m, n, _ in upper] == [(m, n) for m, n, _ in lower]
+            assert upper[0][0] % 2 == 0
+        else:
+            assert {m for m, _, _ in ctas} == {m_tiles[expert] - 1} and m_tiles[expert] % 2 == 1
+            assert [n for _, n, _ in ctas] == list(range(upper[0][1], upper[0][1] + 2 * cols))
+        order.append((expert, upper[0][0] // tiles.STRIP, 1 - stacked, upper[0][1], upper[0][0]))
+    assert order == sorted(order)
 
 
 @given(COUNTS, st.integers(1, 9))
@@ -66,3 +109,7 @@ def test_large_experts_stay_in_range(m_tiles: int, n_tiles: int, data: st.DataOb
     m, n = tiles.split_tile(local, m_tiles, n_tiles)
     assert 0 <= m < m_tiles
     assert 0 <= n < n_tiles
+    for rank in range(4):
+        m, n, _ = tiles.split_pairs(local, m_tiles, n_tiles, 2, rank)
+        assert 0 <= m < m_tiles
+        assert 0 <= n < 4 * n_tiles

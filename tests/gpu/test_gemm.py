@@ -9,6 +9,7 @@ from megamoe import Knobs, MoEConfig, kernels, numerics, reference, wire
 from megamoe.config import supported_modes
 from megamoe.errors import ConfigError
 from megamoe.forward import check_knobs
+from megamoe.kernels.catalog import AHEAD, TILES, WIDE
 from tests.gpu.poison import poisoned_empty
 from tests.problems import generator, make_weights
 
@@ -64,6 +65,16 @@ def check_against_tensor_cores(cfg, pack, codes, scales, experts, act, weights):
     assert reference.relative_error(act, want) <= 2e-5
 
 
+def check_preactivation(cfg, pack, codes, scales, experts, both, act, weights):
+    """bf16 gate and up near the oracle's, and after clamp and SwiGLU near the kernel's own activations."""
+    want = reference.fc1_preactivation(cfg, codes, scales, experts, pack.canonical())
+    # as FC2's bounds: bf16 rounding alone is 1.7e-3 of the rms
+    assert reference.relative_error(both, want) <= (2e-3 if cfg.accum == "promoted" else 6e-3)
+    again = numerics.swiglu(*both.float().split(cfg.intermediate, 1), cfg.clamp)
+    again *= weights[:, None] if cfg.route_weight == "activation" else 1
+    assert reference.relative_error(again, act) <= 5e-3  # two roundings, and silu's slope is at most 1.1
+
+
 def check_fc1(cfg, pack, counts, seed, knobs, extra_rows=0):
     start, experts = rows_of_experts(counts)
     total = len(experts)
@@ -77,6 +88,7 @@ def check_fc1(cfg, pack, counts, seed, knobs, extra_rows=0):
     with poisoned_empty():
         out, act = kernels.fc1(records, start, pack, weights, knobs, debug=True)
         plain = kernels.fc1(records, start, pack, weights, knobs)
+        kept, both = kernels.fc1(records, start, pack, weights, knobs, keep_preactivation=True)
     torch.cuda.synchronize()
     ref = reference.fc1(cfg, codes, scales, experts, pack.canonical(), weights[:total])
     if cfg.scale == "block" and cfg.fp8 == "e4m3":  # the library multiplies no two E5M2 matrices
@@ -92,8 +104,10 @@ def check_fc1(cfg, pack, counts, seed, knobs, extra_rows=0):
         # Where gate is near 0 and up is large, the tensor cores' lost bits reach a small code: 1 in 2e5 seen.
         faults = reference.code_faults(got_codes, got_scales, ref["codes"], ref["scales"], cfg.act_group)
         assert faults <= 2e-5 * got_codes.numel()
-    assert torch.equal(plain, out)
+    assert torch.equal(plain, out) and torch.equal(kept, out)
     assert (out[total:] == 0xFF).all()  # nothing beyond the last expert's rows
+    check_preactivation(cfg, pack, codes, scales, experts, both[:total], act[:total], weights[:total])
+    assert both[total:].isnan().all()
 
 
 def check_fc2(cfg, pack, counts, seed, knobs, extra_rows=0):
@@ -115,16 +129,16 @@ def check_fc2(cfg, pack, counts, seed, knobs, extra_rows=0):
     assert y[total:].isnan().all()
 
 
-TILES = [Knobs(tile_rows=r, tile_cols=c, cluster=n) for r in (64, 128) for c in (128, 256) for n in (1, 2)]
-
-
 def tile_name(knobs):
-    return f"{knobs.tile_rows}x{knobs.tile_cols}x{knobs.cluster}"
+    return f"{knobs.tile_rows}x{knobs.tile_cols}-{knobs.cluster_rows}x{knobs.cluster_cols}"
 
 
 def sizes(knobs):
     """(H, I) as odd as the knobs allow."""
-    if knobs.cluster == 2:
+    cluster = knobs.cluster_rows * knobs.cluster_cols
+    if cluster == 4:
+        return (1536, 512) if knobs.tile_cols == 128 else (1024, 1536)
+    if cluster == 2:
         return (768, 256) if knobs.tile_cols == 128 else (1024, 512)
     return (640, 384) if knobs.tile_cols == 128 else (768, 384)
 
@@ -133,12 +147,12 @@ def check_mode(mode, knobs):
     hidden, intermediate = sizes(knobs)
     cfg = MoEConfig(hidden=hidden, intermediate=intermediate, num_experts=6, top_k=2, max_tokens=8, **mode)
     pack = make_weights(cfg, 1, 7, DEVICE)[0]
-    for counts in ([200, 0, 1, 64, 129, 0], [0] * 6, [0, 0, 0, 0, 0, 5]):
+    for counts in ([300, 0, 1, 64, 129, 0], [0] * 6, [0, 0, 0, 0, 0, 5]):
         check_fc1(cfg, pack, counts, 1, knobs, extra_rows=70)
         check_fc2(cfg, pack, counts, 2, knobs, extra_rows=70)
 
 
-CHOSEN = [Knobs(tile_rows=64), *(Knobs(tile_cols=c, cluster=n) for c, n in ((128, 1), (256, 1), (256, 2)))]
+CHOSEN = [Knobs(tile_rows=64), *(Knobs(tile_cols=c, cluster_cols=n) for c, n in ((128, 1), (256, 1), (256, 2)))]
 """What heuristics.choose_knobs picks, by shape and rows."""
 
 
@@ -151,6 +165,20 @@ def test_every_mode(mode, knobs):
 @pytest.mark.parametrize("knobs", [k for k in TILES if k not in CHOSEN], ids=tile_name)
 def test_other_tiles(knobs):
     check_mode(supported_modes()[0], knobs)
+
+
+@pytest.mark.parametrize("knobs", AHEAD, ids=tile_name)
+def test_lookahead(knobs):
+    for mode in supported_modes():
+        if mode.get("accum") != "single" and mode["fp8"] == "e4m3":
+            check_mode(mode, knobs)
+
+
+@pytest.mark.parametrize("knobs", WIDE, ids=tile_name)
+def test_wide_wgmmas(knobs):
+    for mode in supported_modes():
+        if mode.get("accum") == "single":
+            check_mode(mode, knobs)
 
 
 @pytest.mark.parametrize("hidden,intermediate", [(128, 128), (7168, 2048), (1408, 1408), (2048, 2688)])
@@ -166,6 +194,7 @@ CASES = [
     dict(hidden=512, intermediate=512),
     dict(hidden=128, intermediate=384, scale="tensor", accum="single", fp8="e5m2"),
     dict(hidden=384, intermediate=256, act_group=64, route_weight="activation"),
+    dict(hidden=1024, intermediate=512, scale="tensor"),
 ]
 
 
@@ -173,7 +202,7 @@ CASES = [
 @given(
     st.sampled_from(CASES),
     st.lists(st.integers(0, 400), min_size=1, max_size=3).map(lambda c: (c * 3)[:3]),
-    st.sampled_from(TILES),
+    st.sampled_from([*TILES, *AHEAD]),
     st.integers(0, 300),
     st.integers(0, 1 << 16),
 )
@@ -189,15 +218,15 @@ def test_any_rows(case, counts, knobs, extra, seed):
 
 
 def test_few_sms_and_few_stages_give_the_same_bits():
-    cfg = MoEConfig(hidden=512, intermediate=256, num_experts=4, top_k=1, max_tokens=8)
+    cfg = MoEConfig(hidden=1024, intermediate=512, num_experts=4, top_k=1, max_tokens=8)
     pack = make_weights(cfg, 1, 9, DEVICE)[0]
     start, experts = rows_of_experts([100, 30, 0, 257])
-    codes, scales = reference.stage(cfg, torch.randn(len(experts), 512, device=DEVICE).bfloat16())
+    codes, scales = reference.stage(cfg, torch.randn(len(experts), 1024, device=DEVICE).bfloat16())
     records = kernels.pack_rows(codes, scales, wire.input_format(cfg))
     weights = torch.ones(len(experts), device=DEVICE)
     outs = []
     runs = [(Knobs(), None), (Knobs(), 3), (Knobs(stages=2), None), (Knobs(tile_rows=64), 1)]
-    runs += [(knobs, sms) for knobs in TILES for sms in (1, 5, None)]
+    runs += [(knobs, sms) for knobs in (*TILES, *AHEAD) for sms in (1, 5, None)]
     for knobs, sms in runs:
         act = kernels.fc1(records, start, pack, weights, knobs, num_sms=sms)
         outs.append((act, kernels.fc2(act, start, pack, weights, knobs, num_sms=sms)))

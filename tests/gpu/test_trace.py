@@ -17,7 +17,7 @@ from tools import trace as tool  # puts tools/ on sys.path
 timeline = tool.timeline
 
 CFG = MoEConfig(hidden=512, intermediate=256, num_experts=16, top_k=4, max_tokens=256)
-SMALL, LARGE = Knobs(tile_rows=64), Knobs(tile_rows=128, tile_cols=256, cluster=2)
+SMALL, LARGE = Knobs(tile_rows=64), Knobs(tile_rows=128, tile_cols=256, cluster_cols=2)
 PHASES = {
     "stage": {Phase.COUNT, Phase.QUANTIZE},
     "exchange": {Phase.SEND, Phase.PUBLISH},
@@ -99,13 +99,13 @@ def test_a_traced_forward(world_size, knobs):
                 if world_size == 1:  # its shared memory leaves no room for a second CTA on an SM
                     assert len(np.unique(pull["sm"])) == ctas
                 for name, columns in ("fc1", CFG.intermediate // 128), ("fc2", CFG.hidden // knobs.tile_cols):
-                    total = tiles_of(p, columns // knobs.cluster, rank, world_size, knobs)
+                    total = tiles_of(p, columns // knobs.cluster_cols, rank, world_size, knobs)
                     loops = 1 if name == "fc2" or knobs.tile_cols == 256 else 2  # FC1's passes
                     times = {Phase.LOAD: 1, Phase.LOAD_SCALES: 1, Phase.MAIN_LOOP: loops, Phase.STORE: 1}
                     for phase, each in times.items():
                         warps = 1 if phase in (Phase.LOAD, Phase.LOAD_SCALES) else knobs.tile_rows // 64
                         found = mine[(mine["kernel"] == name) & (mine["phase"] == phase)]["tile"]
-                        assert sorted(found.tolist()) == sorted([*range(total)] * (each * warps * knobs.cluster))
+                        assert sorted(found.tolist()) == sorted([*range(total)] * (each * warps * knobs.cluster_cols))
 
 
 def test_only_the_kernels_named_are_traced_and_replays_append():
