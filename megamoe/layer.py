@@ -84,6 +84,8 @@ class MegaMoE:
         error: MegaMoEError | None = None
         try:
             _check_layer(cfg, packs, world, knobs, num_sms)
+            if _traces is not None and len(_traces) != len(packs):
+                raise ConfigError("_traces", f"{len(_traces)} dicts", f"{len(packs)}, one a rank of this process")
             self._timeout_s = check_timeout(world.timeout_s if timeout_s is None else timeout_s)
         except MegaMoEError as refusal:
             error = refusal

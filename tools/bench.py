@@ -23,7 +23,8 @@ where memory allows, so that no cache holds them (peers keep to the first's; L2 
 each sample starts together on all of them, pull, token_back and reduce too in `stages` and `link` (their waits for
 peers are in `e2e`), and the slowest rank counts.
 --knobs takes several settings, in quotes with ; between them, where gemm is the only section: each has rows of its
-own, in turns with the others and with the peers on the same tensors. One that the shape refuses says why.
+own, in turns with the others and with the peers on the same tensors. One that the shape refuses, or whose result is
+not the first one's to the bit, says so and has no time.
 --gap-us N: before each sample of gemm the GPU sleeps N us (default 2000; other sections: 1000, short forwards of e2e
 3000), between the flush of L2 and the meeting of ranks. Under a power limit shorter gaps favour whoever runs first.
 --virtual N puts N ranks on one GPU: a time is that of all ranks together, floors add up their work, no bars hold.

@@ -42,15 +42,15 @@ class Pool(NamedTuple):
 
 
 class Products(NamedTuple):
-    """One product at a point. run(knobs) launches it; knobs by text of --knobs; inputs: what peers read; y: what fc2
-    writes."""
+    """One product at a point. run(knobs) launches it; knobs by text of --knobs; inputs: what peers read; out: what it
+    writes, records (fc1) or y (fc2)."""
 
     point: peers.GemmPoint
     skew: str
     run: Callable[[Knobs], Any]
     knobs: dict[str, Knobs]
     inputs: tuple
-    y: torch.Tensor | None
+    out: torch.Tensor
 
 
 def run_gemm(b: Bench, s: Setup) -> None:
@@ -81,6 +81,8 @@ def fit_experts(b: Bench, cfg: MoEConfig, wanted: int, each: int) -> int:
     widest = max(2 * cfg.intermediate, cfg.hidden)
     row = 2 * wire.input_format(cfg).pitch + wire.activation_format(cfg).pitch + 2 * cfg.hidden + 4
     row += len(b.args.gemm_peers) * (wire.input_format(cfg).pitch + 2 * widest)
+    if len(b.args.settings) > 1:  # the first one's result and a comparison's flags
+        row += max(wire.activation_format(cfg).pitch, 2 * cfg.hidden) * 9 // 8
     weights = floors.weight_bytes(cfg, widest, cfg.hidden)  # DeepGEMM's copy
     while wanted > 1 and wanted * (each * row + weights) > MEMORY_SHARE * free:
         wanted //= 2
@@ -124,30 +126,40 @@ def _run_size(b: Bench, s: Setup, pool: Pool, experts: int, each: int, skew: str
         "fc1": lambda how: kernels.fc1(x, start, pack, weights, how, out=act),
         "fc2": lambda how: kernels.fc2(act, start, pack, weights, how, out=y),
     }
-    run["fc1"](auto)
     read = {"fc1": (x, wire.input_format(cfg)), "fc2": (act, wire.activation_format(cfg))}
     for name in b.args.gemms:
+        if name == "fc2":
+            run["fc1"](auto)  # its input, whatever the settings of fc1 left there
         b.say(f"gemm {s.scale} {name} {each} rows {skew}")
         point = peers.GemmPoint(cfg, name, experts, each, b.device, uneven)
         records, fmt = read[name]
         operands = kernels.unpack_rows(records, fmt, cfg.fp8)
-        _point(b, s, Products(point, skew, run[name], knobs, operands, y if name == "fc2" else None))
+        _point(b, s, Products(point, skew, run[name], knobs, operands, y if name == "fc2" else act))
 
 
 def _launches(b: Bench, made: Products) -> tuple[dict[str, layers.Launch], dict[str, str]]:
-    """Our launches by text of --knobs, each having run once, and why some settings cannot run. RuntimeError when one
-    leaves something in y that is not finite."""
+    """Our launches by text of --knobs, each having run once, and why settings are not timed: they cannot run, or give
+    other bits than the first that ran. RuntimeError when one leaves something in y that is not finite. Collective."""
     launches, refused = {}, {}
+    first: torch.Tensor | None = None
     for text, how in made.knobs.items():
-        if made.y is not None:
-            made.y.fill_(float("nan"))
+        made.out.view(torch.uint8).fill_(0xFF)  # NaN in every format
         try:
             made.run(how)
         except ConfigError as error:
             refused[text] = str(error)
             continue
-        if made.y is not None and not bool(made.y.sum(dtype=torch.float32).isfinite()):
+        if made.out.is_floating_point() and not bool(made.out.sum(dtype=torch.float32).isfinite()):
             raise RuntimeError(f"fc2's result is not finite with knobs {text}")
+        bits = made.out.view(torch.int64)
+        if first is None:
+            first = bits.clone() if len(made.knobs) > 1 else bits
+        else:
+            why = None if torch.equal(bits, first) else f"its result differs from that of {next(iter(launches))}"
+            why = measure.first_reason(b.world, why, f"{made.point.name} {text}")
+            if why is not None:
+                refused[text] = why
+                continue
         launches[text] = lambda how=how: made.run(how)
     return launches, refused
 

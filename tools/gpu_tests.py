@@ -3,16 +3,18 @@
     python tools/gpu_tests.py [--logs DIR]
 
 Most of the time of the GPU tests is compiling on one core, so their files run as processes beside each
-other, spread over the GPUs of the machine. Tests with deadlines (faults, ranks) have GPUs of their own: with
-four they run beside the others, with fewer after them. The rank tests run under torchrun with 2, 4 and 8
+other, spread over the GPUs of the machine. Tests with deadlines or times (faults, trace, ranks) have GPUs of their own:
+with four they run beside the others, with fewer after them. The rank tests run under torchrun with 2, 4 and 8
 processes where there are GPUs for them. Exit status 1 when anything failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,10 +56,10 @@ BESIDE = (
     Group("modes-e5m2", ("tests/gpu/test_layer.py", "-k", "every_mode and e5m2")),
     Group("layer", ("tests/gpu/test_layer.py", "-k", "not every_mode and not any_problem")),
     Group("problems", ("tests/gpu/test_layer.py", "-k", "any_problem")),
-    Group("trace", ("tests/gpu/test_trace.py",)),
     Group("data", ("tests/gpu/test_data_kernels.py", "tests/gpu/test_examples.py")),
 )
-ALONE = (Group("faults", tuple(f"tests/gpu/test_{n}.py" for n in ("virtual", "faults", "graph", "killed_rank"))),)
+TIMED = ("trace", "virtual", "faults", "graph", "killed_rank")
+ALONE = (Group("timed", tuple(f"tests/gpu/test_{n}.py" for n in TIMED)),)
 
 
 def outcome(text: str) -> str:
@@ -79,6 +81,20 @@ def rounds(gpus: int) -> list[list[tuple[Group, str | None]]]:
     return [together, *([one] for one in ranks[1:])]
 
 
+def family(pid: int) -> list[int]:
+    """A process and all that it started, parents first. torchrun gives each rank a session of its own, so that
+    no process group holds them all; Linux's /proc knows whose child each is."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
 def run(groups: list[tuple[Group, str | None]], logs: Path) -> dict[Group, tuple[int, str]]:
     """Run groups beside each other; (exit status, outcome) of each."""
     running = {}
@@ -93,7 +109,9 @@ def run(groups: list[tuple[Group, str | None]], logs: Path) -> dict[Group, tuple
         try:
             status = process.wait(max(end - time.monotonic(), 1))
         except subprocess.TimeoutExpired:
-            process.kill()
+            for pid in family(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             status = process.wait()
         results[group] = (status, outcome((logs / f"{group.name}.log").read_text(errors="replace")))
         print(f"{group.name}: {results[group][1]}", file=sys.stderr, flush=True)

@@ -33,13 +33,17 @@ class Look(NamedTuple):
     only: bool = False
 
 
+MEETING = "barrier, fence, publish"
+"""What PUBLISH and FINISH are, told apart by no record: waiting for the CTA's other warps and for the fence, then one
+thread's count of CTAs and, in the last CTA, its stores to peers (FINISH: to the host). None of it moves rows."""
+
 LOOKS = {
     Phase.WAIT_LISTS: Look("wait for lists", "#bbbbbb", "the peers' lists", True),
     Phase.WAIT_ROWS: Look("wait for rows", "#999999", "the owners' rows", True),
     Phase.COUNT: Look("check and count routes", "#88ccee"),
     Phase.QUANTIZE: Look("quantise tokens", "#009e73"),
     Phase.SEND: Look("order and send routes", "#000000"),
-    Phase.PUBLISH: Look("barrier, publish", "#777777", "the CTA's other warps", True),
+    Phase.PUBLISH: Look("barrier, fence, publish", "#777777", MEETING, True),
     Phase.LAY_OUT: Look("lay out the pool", "#aa4499"),
     Phase.COPY: Look("copy rows", "#e69f00", "bytes of a row"),
     Phase.DRAIN: Look("end of own writes", "#dd7788", "its own writes", True),
@@ -49,7 +53,7 @@ LOOKS = {
     Phase.ACTIVATE: Look("SwiGLU", "#44aa99"),
     Phase.STORE: Look("epilogue's stores", "#56b4e9"),
     Phase.SUM: Look("sum slots", "#cc79a7"),
-    Phase.FINISH: Look("end the forward", "#777777", "the CTA's other warps", True),
+    Phase.FINISH: Look("end the forward", "#777777", MEETING, True),
 }
 
 ROLES = {Role.CTA: "all warps", Role.COPIER: "copier", Role.TMA: "TMA", Role.SCALES: "scales", Role.MATH: "math"}

@@ -10,6 +10,7 @@ A whole forward runs, of which the kernels named are compiled with tracing on (m
 are as always. Writes trace.npz (the records), trace.json (for chrome://tracing or ui.perfetto.dev) and trace.png (one
 row an SM, colour a phase; needs matplotlib), and prints a table: of each kernel and role the share of the kernel's
 time in which it waits and for what, works and at what, is between two records, and has none yet or none any more.
+Records that found no room are named above the table, and the exit status is 1.
 
 Tracing costs time: reading the clock twice for each wait for a stage, and a few stores a tile. Compare shares, not
 times; the times of untraced kernels are those of tools/bench.py. GPUs' clocks may be some us apart.
@@ -18,8 +19,11 @@ times; the times of untraced kernels are those of tools/bench.py. GPUs' clocks m
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,10 +131,19 @@ def measure(args: argparse.Namespace, world: Any) -> tuple[timeline.Records, dic
     return np.concatenate(records), dropped, title
 
 
-def write(records: timeline.Records, title: str, out: Path, sms: int | None = None) -> None:
-    """Write trace.npz, trace.json and, where matplotlib is installed, trace.png into `out`; print the table."""
+def write(
+    records: timeline.Records,
+    title: str,
+    out: Path,
+    sms: int | None = None,
+    dropped: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Write trace.npz, trace.json and, where matplotlib is installed, trace.png into `out`; print the table.
+
+    dropped: records that found no room, by kernel; named above the table, whose shares are then of a part only.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(out / "trace.npz", records=records, title=np.array(title))
+    np.savez_compressed(out / "trace.npz", records=records, title=title, dropped=json.dumps(dict(dropped)))
     kept = records if sms is None else records[records["sm"] < sms]
     timeline.write_chrome(kept, out / "trace.json")
     try:
@@ -139,16 +152,20 @@ def write(records: timeline.Records, title: str, out: Path, sms: int | None = No
         print('no trace.png without matplotlib: pip install -e ".[dev]"', file=sys.stderr)
     else:
         timeline_png.write(records, out / "trace.png", title)
-    print(f"{title}\n\n{timeline.table(timeline.shares(records))}")
+    print(f"{title}\n")
+    for name, count in dropped.items():
+        print(f"INCOMPLETE: no room for the last {count} records of {name}; see ROOM in megamoe/kernels/trace.py\n")
+    print(timeline.table(timeline.shares(records)))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line; 1 when there are no records, 2 without a GPU."""
+    """Run a command line; 1 when there are no records or some found no room, 2 without a GPU."""
     args = parse(argv)
     dropped: dict[str, int] = {}
     if args.read:
         with np.load(args.read) as stored:
             records, title = stored["records"], str(stored["title"])
+            dropped = json.loads(str(stored["dropped"])) if "dropped" in stored else {}
     elif not torch.cuda.is_available():
         print("trace.py needs a Hopper GPU: torch sees no CUDA device", file=sys.stderr)
         return 2
@@ -160,10 +177,8 @@ def main(argv: list[str] | None = None) -> int:
     if not len(records):
         print("no records", file=sys.stderr)
         return 1
-    write(records, title, args.out, args.sms)
-    for name, count in dropped.items():
-        print(f"no room for the last {count} records of {name}: see ROOM in megamoe/kernels/trace.py", file=sys.stderr)
-    return 0
+    write(records, title, args.out, args.sms, dropped)
+    return 1 if dropped else 0
 
 
 if __name__ == "__main__":

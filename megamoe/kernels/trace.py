@@ -28,6 +28,8 @@ FIELDS = 4
 NO_TILE = -1
 ROOM, OTHER_ROOM = {"fc1": 4096, "fc2": 4096}, 256
 """Records of a recording warp that buffers() has room for: of the GEMMs, 32768 tokens on one GPU."""
+GEMMS, LARGEST_CLUSTER = ("fc1", "fc2"), 4
+"""CTAs of a cluster of any Knobs, 2 x 2: gemm_tiles.whole_clusters launches one cluster even where SMs are fewer."""
 
 
 class Role(IntEnum):
@@ -139,7 +141,10 @@ def traced(kernel: build.DeviceKernel, records: int) -> build.DeviceKernel:
 
 
 def most_ctas(name: str, num_sms: int) -> int:
-    """CTAs that a launch of a kernel may have: stage_grid gives stage eight an SM, all others have one."""
+    """CTAs that a launch of a kernel may have: stage_grid gives stage eight an SM, all others have one, but a GEMM
+    at least a whole cluster."""
+    if name in GEMMS:
+        return max(num_sms, LARGEST_CLUSTER)
     return num_sms * (8 if name == "stage" else 1)
 
 

@@ -1,9 +1,11 @@
 """A model of the ring between a GEMM's producer and math warpgroups, for one CTA or a cluster that shares loads.
 
-Agents take steps in any order; a step is possible when its barrier's phase is. Modelled as the kernels have it
-(gemm_ring.py, gemm_load.py, gemm_main.py): barriers `full` (one arrival of the own producer, and the parts of the
-stage that any CTA of the cluster loads into it) and `empty` (one arrival a math warpgroup of every CTA that shares
-the stage), both with a parity that waiters poll. A load lands at any time after it was issued.
+Agents take steps in any order; a step is possible when its barrier's phase is. Modelled after the kernels
+(gemm_ring.py, gemm_load.py, gemm_main.py): barriers `full` (one arrival of the TMA warp and the parts of the stage that
+any CTA of the cluster loads into it; with block scales one more arrival, when the scale warp's copies are there) and
+`empty` (one arrival a math warpgroup of every CTA that shares the stage), both with a parity that waiters poll. A load
+or a copy lands at any time after it was issued. Warps stand for their lanes: the scale warp arrives once, not 32
+times, and a math warpgroup once, not four times. Left out: weights that a cluster does not share in some tiles.
 
 Rules that the test holds: a part is never written over a stage that a warpgroup may still read, a warpgroup
 never reads a part of another K block, and everybody gets to the end.
@@ -47,8 +49,9 @@ class Barrier:
 @dataclass(frozen=True)
 class Shape:
     """stages: of the ring. k_blocks: that every warpgroup consumes. rows, cols: CTAs of the cluster. warpgroups: of a
-    CTA. lookahead: math awaits the next stage before it releases one. counted: warpgroups that `empty` counts, those
-    of the whole cluster unless a fault is planted."""
+    CTA. lookahead: math awaits the next stage before it releases one. scaled: a scale warp fills stages too. counted
+    and full: arrivals that `empty` and `full` count, those that there are unless a fault is planted. patient: the
+    scale warp waits for `empty`."""
 
     stages: int
     k_blocks: int
@@ -56,17 +59,25 @@ class Shape:
     cols: int = 1
     warpgroups: int = 2
     lookahead: bool = False
+    scaled: bool = False
     counted: int | None = None
+    full: int | None = None
+    patient: bool = True
 
     @property
     def ctas(self) -> int:
         """CTAs of the cluster."""
         return self.rows * self.cols
 
+    @property
+    def parts(self) -> int:
+        """Parts of a stage that TMA brings."""
+        return self.cols + self.rows
+
 
 @dataclass
 class Stage:
-    """A stage of one CTA. holds: the K block of each part that landed ("a" in `cols` parts, "b" in `rows`)."""
+    """A stage of one CTA. holds: the K block of each part that landed ("a" in `cols` parts, "b" in `rows`, "s")."""
 
     full: Barrier
     empty: Barrier
@@ -83,8 +94,9 @@ class Ring:
 
     def __init__(self, shape: Shape) -> None:
         counted = shape.ctas * shape.warpgroups if shape.counted is None else shape.counted
+        full = 1 + shape.scaled if shape.full is None else shape.full
         self.shape = shape
-        self.stages = [[Stage(Barrier(1), Barrier(counted)) for _ in range(shape.stages)] for _ in range(shape.ctas)]
+        self.stages = [[Stage(Barrier(full), Barrier(counted)) for _ in range(shape.stages)] for _ in range(shape.ctas)]
         self.flying: list[tuple[int, int, tuple[str, int], int]] = []
         self.done = 0
 
@@ -95,13 +107,17 @@ class Ring:
         if stage.readers:
             raise Broken(f"CTA {cta} stage {at}: K block {kb} lands while {stage.readers} warpgroups read")
         stage.holds[part] = kb
-        stage.full.land()
+        if part[0] == "s":  # cp.async.mbarrier.arrive.noinc: an arrival when the copies are there
+            stage.full.arrive()
+        else:
+            stage.full.land()
 
     def agents(self) -> list[Iterator[bool]]:
-        """One producer and the math warpgroups of each CTA. An agent yields whether it can go on."""
+        """The producers and math warpgroups of each CTA. An agent yields whether it can go on."""
         ctas = range(self.shape.ctas)
         math = [self._math(cta) for cta in ctas for _ in range(self.shape.warpgroups)]
-        return [*(self._produce(cta) for cta in ctas), *math]
+        scales = [self._scale(cta) for cta in ctas if self.shape.scaled]
+        return [*(self._produce(cta) for cta in ctas), *scales, *math]
 
     def _produce(self, cta: int) -> Iterator[bool]:
         shape = self.shape
@@ -111,13 +127,24 @@ class Ring:
             stage = self.stages[cta][at]
             while not stage.empty.passed(phase ^ 1):
                 yield False
-            stage.full.arrive(shape.cols + shape.rows)
+            stage.full.arrive(shape.parts)
             yield True
             for peer in range(shape.cols):  # this CTA's part of A, to its row
                 self.flying.append((row * shape.cols + peer, at, ("a", col), kb))
             yield True
             for peer in range(shape.rows):  # this CTA's part of B, to its column
                 self.flying.append((peer * shape.cols + col, at, ("b", row), kb))
+            yield True
+            at, phase = self._advance(at, phase)
+        self.done += 1
+
+    def _scale(self, cta: int) -> Iterator[bool]:
+        """The scale warp: it waits like the TMA warp, and may be ahead of it or behind."""
+        at, phase = 0, 0
+        for kb in range(self.shape.k_blocks):
+            while self.shape.patient and not self.stages[cta][at].empty.passed(phase ^ 1):
+                yield False
+            self.flying.append((cta, at, ("s", 0), kb))
             yield True
             at, phase = self._advance(at, phase)
         self.done += 1
@@ -148,7 +175,7 @@ class Ring:
         self.done += 1
 
     def _check(self, stage: Stage, kb: int, cta: int, at: int) -> None:
-        parts = self.shape.cols + self.shape.rows
+        parts = self.shape.parts + self.shape.scaled
         if len(stage.holds) != parts or set(stage.holds.values()) != {kb}:
             raise Broken(f"CTA {cta} stage {at}: K block {kb} wanted, the stage holds {stage.holds}")
 
@@ -176,5 +203,5 @@ def run(shape: Shape, choose) -> None:
                 moved = True
         if not moved:
             raise Broken(f"nobody can go on: {len(agents)} agents left of a ring of {shape}")
-    if ring.done != shape.ctas * (1 + shape.warpgroups):
+    if ring.done != shape.ctas * (1 + shape.scaled + shape.warpgroups):
         raise Broken("an agent did not finish")

@@ -25,7 +25,7 @@ class Launched:
     """Stands in for fc1 and fc2: their specs are made, so that knobs are refused as always, and calls recorded."""
 
     def __init__(self, monkeypatch):
-        self.calls, self.sleeps = [], []
+        self.calls, self.sleeps, self.wrong = [], [], {}
         for name, spec in ("fc1", FC1Spec), ("fc2", FC2Spec):
             monkeypatch.setattr(kernels, name, lambda *args, out, s=spec, n=name: self.launch(n, s, *args, out))
         monkeypatch.setattr(timing.Clock, "steps", self.steps)
@@ -35,6 +35,8 @@ class Launched:
         assert start.dtype is torch.int32 and len(start) == pack.experts_local + 1 and int(start[-1]) == len(rows)
         self.calls.append((name, knobs, start.tolist()))
         out.zero_()
+        if (name, knobs) in self.wrong:
+            out.view(torch.uint8)[-1, -1] = self.wrong[name, knobs]
 
     def steps(self, launches, runs, warmup=3, *, aligned=()):
         self.sleeps.append(self.clock.sleep_cycles)
@@ -87,8 +89,9 @@ def test_settings_take_turns(launched, tmp_path, capsys):
     assert "tile_cols=256,cluster=2" in capsys.readouterr().out  # the table has a column of settings
     turns = [knobs for name, knobs, _ in launched.calls if name == "fc1"]
     first, auto, small = Knobs(tile_rows=128), Knobs(tile_rows=64), Knobs(tile_rows=64, stages=3)
-    assert turns[:4] == [auto, first, auto, small]  # fc1 for fc2's input, then each once
-    assert turns[4:13] == [first, auto, small, auto, small, first, small, first, auto]
+    assert turns[:3] == [first, auto, small]  # each once, then in turns
+    assert turns[3:12] == [first, auto, small, auto, small, first, small, first, auto]
+    assert turns[-1] == auto and [name for name, _, _ in launched.calls].index("fc2") == len(turns)  # fc2's input
 
 
 def test_a_single_setting_that_is_refused(launched, tmp_path):
@@ -127,6 +130,30 @@ def test_samples_of_gemms_are_behind_a_gap(launched, tmp_path):
     assert launched.clock.sleep_cycles == 2_000_000
 
 
+@pytest.mark.parametrize("product", ["fc1", "fc2"])
+def test_a_setting_whose_result_differs_is_not_timed(launched, tmp_path, product):
+    """By one bit, even that of -0; the first setting that runs is the one to equal."""
+    launched.wrong[product, Knobs(tile_rows=64, stages=3)] = 0x80
+    settings = f"{REFUSED};tile_rows=64;tile_rows=64,stages=3;tile_rows=128"
+    rows = [row for row in measured(["gemm", "--knobs", settings], tmp_path)[1] if row["impl"] == "megamoe"]
+    skipped = {(row["name"], row["knobs"]): row["skipped"] for row in rows if "skipped" in row}
+    assert skipped.pop((product, "tile_rows=64,stages=3")) == "its result differs from that of tile_rows=64"
+    assert set(skipped) == {("fc1", REFUSED), ("fc2", REFUSED)} and len(rows) == 8
+    times = [knobs for name, knobs, _ in launched.calls if name == product]
+    assert times.count(Knobs(tile_rows=64, stages=3)) == 1 and times.count(Knobs(tile_rows=128)) > 3
+
+
+def test_a_setting_that_leaves_something_unwritten_differs(launched, monkeypatch, tmp_path):
+    """What the setting before it wrote there does not count."""
+
+    def fc1(x, start, pack, weights, knobs, out):
+        out[: len(out) - (knobs.tile_rows == 128)].zero_()
+
+    monkeypatch.setattr(kernels, "fc1", fc1)
+    rows = measured(["fc1", "--knobs", "tile_rows=64;tile_rows=128"], tmp_path)[1]
+    assert [("differs" in row.get("skipped", "")) for row in rows if row["impl"] == "megamoe"] == [True, False]
+
+
 def test_a_result_that_is_not_finite_ends_the_run(launched, monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "fc2", lambda *args, out: out[1:].zero_())
     with pytest.raises(RuntimeError, match="not finite with knobs auto"):
@@ -137,7 +164,8 @@ def test_a_result_that_is_not_finite_ends_the_run(launched, monkeypatch, tmp_pat
 def test_experts_that_fit(monkeypatch, gigabytes, experts):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (gigabytes * GB, 0))
     b = SimpleNamespace(gather=lambda value, what: [value, 256 * GB], device="cpu")
-    b.args = SimpleNamespace(gemm_peers=("scaled_mm", "scaled_grouped_mm", "deep_gemm"))
+    peers = ("scaled_mm", "scaled_grouped_mm", "deep_gemm")
+    b.args = SimpleNamespace(gemm_peers=peers, settings={"auto": None})
     cfg = MoEConfig(hidden=7168, intermediate=2048, num_experts=256, top_k=8, max_tokens=8)
     assert gemms.fit_experts(b, cfg, 128, 1024) == experts
 

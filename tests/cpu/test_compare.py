@@ -42,7 +42,7 @@ def test_table_and_status(files, capsys):
     assert lines[2] == "| e2e | megamoe | 4 | 1.020 | 2.5 % | graph block T=2048 | 1.200 |"
     assert lines[3] == "| e2e | torch | 1 | 0.900 | 10.0 % | graph block T=8 | 0.900 |"
     assert lines[4] == "| ceilings | machine | 1 | 1.000 | 0.0 % | hbm read | 1.000 |"
-    assert lines[-2:] == ["0 rows only in A, 1 only in B", "median point differs by 2.5 %"]
+    assert lines[-2:] == ["0 rows only in A, 1 only in B", "median point differs by 2.5 % (e2e)"]
     assert compare.main([*words, "--limit", "2"]) == 1
 
 
@@ -58,19 +58,52 @@ def test_rows_of_other_points_do_not_match(files, capsys, name):
     assert "no row of" in capsys.readouterr().err
 
 
+def test_peers_and_ceilings_do_not_outvote_a_slow_section(files, capsys):
+    even = [dict(RUN, what="ceilings", name=f"ceiling {n}", us=9.0) for n in range(20)]
+    even += [dict(GEMM, impl="deep_gemm", rows_per_expert=n, us=9.0) for n in range(1, 21)]
+    even += [dict(RUN, what="stages", name=f"kernel {n}", impl="megamoe", us=9.0) for n in range(20)]
+    for slow in (E2E, GEMM):
+        assert compare.main(files([*even, dict(slow, us=9.0)], [*even, dict(slow, us=18.0)])) == 1
+        assert capsys.readouterr().out.splitlines()[-1] == f"median point differs by 100.0 % ({slow['what']})"
+    peers = [dict(r, us=18.0) for r in even[:40]] + even[40:]
+    assert compare.main(files(even, peers)) == 0
+
+
+def test_a_run_that_died_early(files, capsys):
+    a = [dict(E2E, T=tokens, us=9.0) for tokens in range(1, 57)]
+    words = files(a, [*a[:1], dict(a[1], us=None, skipped="out of memory"), dict(GEMM, us=9.0)])
+    assert compare.main(words) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-2:] == ["55 rows only in A, 1 only in B", "median point differs by 0.0 % (e2e)"]
+    assert "lacks 55 rows" in err and "--allow-missing" in err
+    assert compare.main([*words, "--allow-missing"]) == 0 and not capsys.readouterr().err
+    assert compare.main(files(a[:1], a)) == 0  # more than before is no failure
+    ceiling = dict(RUN, what="ceilings", name="hbm read", us=980.0)
+    assert compare.main(files([ceiling, *a], [ceiling])) == 2 and "no row of megamoe" in capsys.readouterr().err
+
+
 def test_settings(files, capsys):
+    """Rows of one setting belong together however its fields are ordered."""
     text = "tile_rows=64,cluster=2"
     a = [dict(GEMM, us=10.0), dict(GEMM, us=20.0, knobs=text), dict(GEMM, us=9.0, impl="deep_gemm")]
     other = "cluster=2 stages=None tile_rows=64"
     b = [dict(GEMM, us=40.0, knobs=other), dict(GEMM, us=9.0, impl="deep_gemm", knobs=other), dict(GEMM, us=10.0)]
     a.append(dict(GEMM, us=7.0, skew="zipf"))
     b.append(dict(GEMM, us=7.0, skew="zipf"))
-    assert compare.main(files(a, b)) == 0
+    assert compare.main(files(a, b)) == 0  # the median of three, of which one is twice as slow
     out = capsys.readouterr().out
     assert (
         "| gemm | megamoe | 3 | 1.000 | 0.0 % | fc1 block rows_per_expert=512 cluster=2,tile_rows=64 | 2.000 |" in out
     )
     assert "| gemm | deep_gemm | 1 | 1.000 |" in out and "0 rows only in A, 0 only in B" in out
+    assert compare.main(files(a, [*b[:2], dict(GEMM, us=20.0), b[-1]])) == 1  # two of three
+
+
+def test_gaps(files):
+    """The gap before a sample changes heat and so times; before it was a key it was 1000 us."""
+    old, one, two = (dict(GEMM, us=9.0) | more for more in ({}, {"gap_us": 1000.0}, {"gap_us": 2000.0}))
+    assert [compare.main(files([old], [row])) for row in (old, one, two)] == [0, 0, 2]
+    assert compare.main(files([two], [two])) == 0
 
 
 def test_older_rows_and_the_last_of_several(files, capsys):

@@ -1,8 +1,10 @@
 """tools/gpu_tests.py: every GPU test is in exactly one of its groups, and outcomes are read right."""
 
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,40 @@ def test_rounds(gpus):
                 own = visible if group.ranks else visible[:1]
                 others = [gpu for other, gpus_of in seen.items() if other != group for gpu in gpus_of]
                 assert own and not {*own} & {*others}
+
+
+def test_times_are_taken_on_a_gpu_of_its_own():
+    alone = {arg for group in gpu_tests.ALONE for arg in group.args}
+    assert {f"tests/gpu/test_{name}.py" for name in ("trace", "faults", "killed_rank")} <= alone
+
+
+STARTER = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print("pid", child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def running(pid):
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_what_a_timed_out_command_started_is_ended_with_it(tmp_path, monkeypatch, capsys):
+    """Also in another session, where torchrun has its ranks."""
+    group = gpu_tests.Group("slow", ())
+    monkeypatch.setattr(gpu_tests.Group, "command", lambda self: [sys.executable, "-c", STARTER])
+    monkeypatch.setattr(gpu_tests, "LIMIT_S", 3)
+    assert gpu_tests.run([(group, None)], tmp_path) == {group: (-9, "no summary: timed out or crashed")}
+    (child,) = re.findall(r"pid (\d+)", (tmp_path / "slow.log").read_text())
+    end = time.monotonic() + 5
+    while running(child) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not running(child) and gpu_tests.family(os.getpid())[0] == os.getpid()
 
 
 def test_shown_commands_quote_what_needs_it():

@@ -1,6 +1,7 @@
 """The host side without a GPU: heuristics, input checks, errors and their records."""
 
 import pickle
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -12,6 +13,7 @@ from megamoe import ConfigError, InputError, Knobs, MoEConfig, errors
 from megamoe.forward import check_knobs
 from megamoe.inputs import check_inputs, check_out
 from megamoe.sched import heuristics
+from tests.gpu.test_layer import PAIRED
 
 CPU = torch.device("cpu")
 CFG = MoEConfig(hidden=256, intermediate=128, num_experts=8, top_k=2, max_tokens=32)
@@ -54,6 +56,14 @@ def test_tiles_follow_the_shape(hidden, intermediate, want):
     if want[0] == 128:
         with pytest.raises(ConfigError, match=r"tile_cols = 256: .*fc2"):
             check_knobs(cfg, 8, Knobs(tile_cols=256))
+
+
+def test_gpu_tests_run_every_mode_with_the_knobs_of_v3():
+    cfg = MoEConfig(**PAIRED)
+    assert heuristics.candidates(cfg) == heuristics.candidates(MoEConfig(7168, 2048, 256, 8, 8192))
+    for knobs in heuristics.candidates(cfg):
+        for experts, world_size in ((16, 1), (16, 4), (4, 4)):
+            check_knobs(replace(cfg, num_experts=experts), world_size, knobs)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 32])

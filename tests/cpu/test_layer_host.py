@@ -101,6 +101,8 @@ REFUSED = [
     ("timeout_s", lambda a: a.update(timeout_s=True)),
     ("timeout_s", lambda a: a.update(timeout_s=float("inf"))),
     ("world", lambda a: a.update(world=None)),
+    ("_traces", lambda a: a.update(_traces=[{}, {}])),
+    ("_traces", lambda a: a.update(_traces=[])),
 ]
 
 

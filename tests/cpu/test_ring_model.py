@@ -18,6 +18,7 @@ SHAPES = st.builds(
     cols=st.integers(1, 2),
     warpgroups=st.integers(1, 2),
     lookahead=st.booleans(),
+    scaled=st.booleans(),
 )
 
 
@@ -32,21 +33,36 @@ def test_every_order_ends_well(shape: Shape, seed: int, eager: float) -> None:
     run(shape, choices(seed, eager))
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("eager", [0.0, 0.5])
-def test_counting_only_the_own_warpgroups_is_found(eager: float) -> None:
+def test_counting_only_the_own_warpgroups_is_found(eager: float, scaled: bool) -> None:
     """Without the other CTA's arrivals its part of A lands on a stage that is still read, or a phase ends early."""
-    shape = Shape(stages=2, k_blocks=12, cols=2, counted=2)
+    shape = Shape(stages=2, k_blocks=12, cols=2, counted=2, scaled=scaled)
     with pytest.raises(Broken):
         for seed in range(200):
             run(shape, choices(seed, eager))
 
 
-def test_lookahead_over_a_single_stage_is_found() -> None:
+@pytest.mark.parametrize("eager", [0.0, 0.5])
+@pytest.mark.parametrize("fault", [dict(full=1), dict(patient=False)])
+def test_a_careless_scale_warp_is_found(eager: float, fault: dict) -> None:
+    """A full stage that does not count it is read without scales; one that does not wait writes over what is read."""
+    shape = Shape(stages=3, k_blocks=12, scaled=True, **fault)
+    with pytest.raises(Broken):
+        for seed in range(200):
+            run(shape, choices(seed, eager))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_lookahead_over_a_single_stage_is_found(scaled: bool) -> None:
     """It would wait for the stage that it holds."""
     with pytest.raises(Broken, match="nobody can go on"):
-        run(Shape(stages=1, k_blocks=2, lookahead=True), choices(1, 0.0))
+        run(Shape(stages=1, k_blocks=2, lookahead=True, scaled=scaled), choices(1, 0.0))
 
 
-def test_too_many_arrivals_counted_is_found() -> None:
+@pytest.mark.parametrize(
+    "fault", [dict(counted=3), dict(full=2), dict(counted=3, scaled=True), dict(full=3, scaled=True)]
+)
+def test_too_many_arrivals_counted_is_found(fault: dict) -> None:
     with pytest.raises(Broken, match="nobody can go on"):
-        run(Shape(stages=3, k_blocks=6, counted=3), choices(1, 0.0))
+        run(Shape(stages=3, k_blocks=6, **fault), choices(1, 0.0))

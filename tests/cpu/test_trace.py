@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported
@@ -90,23 +91,37 @@ def test_a_traced_forward_passes_its_buffers(monkeypatch: pytest.MonkeyPatch) ->
             assert kernel.spec.trace == (buffers[name].shape[2] - 1 if name in buffers else 0)
 
 
-def test_buffers_have_room_for_every_cta() -> None:
-    made = trace.buffers(NAMES, 3, "cpu")
+@pytest.mark.parametrize("sms", [1, 3, 6])
+def test_buffers_have_room_for_every_cta(sms: int) -> None:
+    made = trace.buffers(NAMES, sms, "cpu")
     sizes = (0, 1, 10, 1000, 100_000)
     grids = {
-        "stage": [stage_grid(7168, tokens, 8, 3) for tokens in sizes],
-        "exchange": [exchange_grid(tokens, 8, 3) for tokens in sizes],
-        "reduce": [reduce_grid(7168, tokens, 3) for tokens in sizes],
+        "stage": [stage_grid(7168, tokens, 8, sms) for tokens in sizes],
+        "exchange": [exchange_grid(tokens, 8, sms) for tokens in sizes],
+        "reduce": [reduce_grid(7168, tokens, sms) for tokens in sizes],
+        "fc1": [sms, 4],  # one whole cluster of 2 x 2, even on one SM
+        "fc2": [sms, 4],
     }
     assert tuple(made) == NAMES
     for name, buffer in made.items():
         assert buffer.dtype == torch.int64 and not buffer.any()
         assert buffer.shape == (
-            max(grids[name]) if name in grids else 3,
+            max(grids[name]) if name in grids else sms,
             SLOTS,
             1 + trace.ROOM.get(name, trace.OTHER_ROOM),
             FIELDS,
         )
+
+
+def test_no_knobs_have_a_larger_cluster() -> None:
+    largest = 1
+    for name in [field.name for field in fields(Knobs) if field.name.startswith("cluster")]:
+        taken = []
+        for size in range(1, 17):
+            with contextlib.suppress(ConfigError):
+                taken.append(getattr(Knobs(**{name: size}), name))
+        largest *= max(taken)
+    assert 1 < largest <= trace.LARGEST_CLUSTER
 
 
 def test_a_buffer_that_is_too_small_is_refused() -> None:
@@ -176,7 +191,7 @@ def test_shares_add_up(records: np.ndarray) -> None:
     assert scales["waits"] == {"an empty stage": pytest.approx(20 * 9_000 / 270_500)}
     assert reduce["waits"] == {
         "the owners' rows": pytest.approx(8 / 28.9),
-        "the CTA's other warps": pytest.approx(0.9 / 28.9),
+        "barrier, fence, publish": pytest.approx(0.9 / 28.9),
     }
     assert set(pull["waits"]) == {"the peers' lists", "bytes of a row", "its own writes"} and not stage["waits"]
     text = timeline.table(rows)
@@ -260,6 +275,16 @@ def test_stored_records_make_the_same_files(
     assert names - {"trace.png"} == {"trace.npz", "trace.json"}
     events = json.loads((tmp_path / "second" / "trace.json").read_text())["traceEvents"]
     assert {e["args"]["name"][:6] for e in events if e["name"] == "thread_name"} == {"SM 000", "SM 001"}
+
+
+def test_dropped_records_are_named_above_the_table(
+    records: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool.write(records, "what ran", tmp_path / "first", None, {"fc1 of rank 0": 7})
+    first = capsys.readouterr().out
+    assert 0 < first.index("INCOMPLETE: no room for the last 7 records of fc1 of rank 0") < first.index("| kernel |")
+    assert tool.main(["--read", str(tmp_path / "first" / "trace.npz"), "--out", str(tmp_path / "second")]) == 1
+    assert capsys.readouterr().out == first
 
 
 def test_no_records_and_no_gpu(records: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,3 +235,12 @@ def test_few_sms_and_few_stages_give_the_same_bits():
         got, want = kernels.unpack_rows(act, fmt), kernels.unpack_rows(outs[0][0], fmt)
         assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8)) and torch.equal(got[1], want[1])
         assert torch.equal(y, outs[0][1])
+
+
+def test_a_single_expert_in_the_largest_tile():
+    hidden, intermediate = sizes(TILES[-1])
+    cfg = MoEConfig(hidden=hidden, intermediate=intermediate, num_experts=1, top_k=1, max_tokens=8)
+    pack = make_weights(cfg, 1, 10, DEVICE)[0]
+    for rows in (300, 1, 0):
+        check_fc1(cfg, pack, [rows], 5, TILES[-1], extra_rows=70)
+        check_fc2(cfg, pack, [rows], 6, TILES[-1], extra_rows=70)

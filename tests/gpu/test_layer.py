@@ -5,26 +5,40 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from megamoe import ExpertWeights, Knobs, MegaMoE, MoEConfig, calibrate, reference
+from megamoe import ExpertWeights, MegaMoE, MoEConfig, calibrate, reference
 from megamoe.comm import SingleWorld
 from megamoe.config import supported_modes
+from megamoe.sched import heuristics
 from tests.gpu.layers import DEVICE, check, open_layer, oracle, poisoned_forward, run_and_check
 from tests.problems import ROUTINGS, make_inputs
 
 SMALL = dict(hidden=512, intermediate=384, num_experts=16, top_k=4, max_tokens=300)
+PAIRED = dict(SMALL, intermediate=512)
+"""A shape that heuristics give the knobs of DeepSeek-V3: 64x128 tiles, and 128x256 in clusters (cpu/test_host.py)."""
 
 
 def name(mode):
     return "-".join(str(v) for v in mode.values())
 
 
-@pytest.mark.parametrize("tile_rows", [64, 128])
+def check_chosen(cfg, world_size, tokens, kind):
+    """With every knobs that heuristics may choose, whatever T is."""
+    for knobs in heuristics.candidates(cfg):
+        with open_layer(cfg, world_size, knobs=knobs) as (_, packs, moe):
+            run_and_check(cfg, moe, packs, tokens, kind, 5)
+
+
 @pytest.mark.parametrize("mode", supported_modes(), ids=name)
-def test_every_mode(mode, tile_rows):
-    cfg = MoEConfig(**SMALL, **mode)
+def test_every_mode(mode):
+    cfg = MoEConfig(**PAIRED, **mode)
     for world_size, tokens in ((1, [300]), (4, [290, 0, 7, 133])):
-        with open_layer(cfg, world_size, knobs=Knobs(tile_rows=tile_rows)) as (_, packs, moe):
-            run_and_check(cfg, moe, packs, tokens, "masked", 5)
+        check_chosen(cfg, world_size, tokens, "masked")
+
+
+@pytest.mark.parametrize("mode", [{"scale": "block"}, {"scale": "tensor"}], ids=name)
+def test_one_expert_a_rank(mode):
+    cfg = MoEConfig(**(PAIRED | dict(num_experts=4)), **mode)
+    check_chosen(cfg, 4, [290, 0, 7, 133], "random")
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
