@@ -3,7 +3,7 @@
     python tools/bench.py --out tools/results/h200.jsonl
     torchrun --standalone --nproc-per-node=2 tools/bench.py --out tools/results/h200x2.jsonl
     python tools/bench.py --virtual 4 --routing hot_expert
-    python tools/bench.py --what fc1,fc2 --knobs "auto;tile_rows=64;tile_cols=256,cluster=2" --gemm-rows 64,512
+    python tools/bench.py --what fc1,fc2 --knobs "auto;tile_rows=64;tile_cols=256,cluster_cols=2" --gemm-rows 64,512
     python tools/compare.py A.jsonl B.jsonl     # whether two runs agree
 
 Sections (--what, a comma list; default: those that fit the number of ranks):

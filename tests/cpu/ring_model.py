@@ -3,9 +3,9 @@
 Agents take steps in any order; a step is possible when its barrier's phase is. Modelled after the kernels
 (gemm_ring.py, gemm_load.py, gemm_main.py): barriers `full` (one arrival of the TMA warp and the parts of the stage that
 any CTA of the cluster loads into it; with block scales one more arrival, when the scale warp's copies are there) and
-`empty` (one arrival a math warpgroup of every CTA that shares the stage), both with a parity that waiters poll. A load
-or a copy lands at any time after it was issued. Warps stand for their lanes: the scale warp arrives once, not 32
-times, and a math warpgroup once, not four times. Left out: weights that a cluster does not share in some tiles.
+`empty` (one arrival a math warpgroup of every CTA of the cluster), both with a parity that waiters poll. A load, a copy
+and an arrival land at any time after they were issued, in any order. Warps stand for their lanes: the scale warp arrives
+once, not 32 times, and a math warpgroup once, not four times.
 
 Rules that the test holds: a part is never written over a stage that a warpgroup may still read, a warpgroup
 never reads a part of another K block, and everybody gets to the end.
@@ -49,7 +49,8 @@ class Barrier:
 @dataclass(frozen=True)
 class Shape:
     """stages: of the ring. k_blocks: that every warpgroup consumes. rows, cols: CTAs of the cluster. warpgroups: of a
-    CTA. lookahead: math awaits the next stage before it releases one. scaled: a scale warp fills stages too. counted
+    CTA. alone: bit k is set where the rows of CTAs load all of the weights of K block k themselves (the tiles of an odd
+    last row tile). lookahead: math awaits the next stage before it releases one. scaled: a scale warp fills stages too. counted
     and full: arrivals that `empty` and `full` count, those that there are unless a fault is planted. patient: the
     scale warp waits for `empty`."""
 
@@ -58,6 +59,7 @@ class Shape:
     rows: int = 1
     cols: int = 1
     warpgroups: int = 2
+    alone: int = 0
     lookahead: bool = False
     scaled: bool = False
     counted: int | None = None
@@ -104,6 +106,9 @@ class Ring:
         """Load `index` of those on their way arrives."""
         cta, at, part, kb = self.flying.pop(index)
         stage = self.stages[cta][at]
+        if part[0] == "e":
+            stage.empty.arrive()
+            return
         if stage.readers:
             raise Broken(f"CTA {cta} stage {at}: K block {kb} lands while {stage.readers} warpgroups read")
         stage.holds[part] = kb
@@ -132,8 +137,9 @@ class Ring:
             for peer in range(shape.cols):  # this CTA's part of A, to its row
                 self.flying.append((row * shape.cols + peer, at, ("a", col), kb))
             yield True
-            for peer in range(shape.rows):  # this CTA's part of B, to its column
-                self.flying.append((peer * shape.cols + col, at, ("b", row), kb))
+            for peer in range(shape.rows):  # this CTA's part of B, to its column; or all of it to itself
+                shared = (peer * shape.cols + col, at, ("b", row), kb)
+                self.flying.append((cta, at, ("b", peer), kb) if shape.alone >> kb & 1 else shared)
             yield True
             at, phase = self._advance(at, phase)
         self.done += 1
@@ -165,9 +171,8 @@ class Ring:
                     yield False
             self._check(stage, kb, cta, at)
             stage.readers -= 1
-            for other in self.stages:
-                other[at].empty.arrive()
-                yield True
+            self.flying += [(other, at, ("e", 0), kb) for other in range(shape.ctas)]
+            yield True
             at, phase = following
             if not shape.lookahead and kb + 1 < shape.k_blocks:
                 while not self.stages[cta][at].full.passed(phase):

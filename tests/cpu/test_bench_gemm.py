@@ -18,7 +18,7 @@ from tests.cpu.bench_stand_ins import GB, FakeGemm, described, go, install, use,
 
 gemms, inputs, timing = map(importlib.import_module, ("gemms", "inputs", "timing"))
 WORDS = ["--preset", "small", "--scale", "block", "--gemm-rows", "64", "--what"]
-REFUSED = "tile_cols=256,cluster=2"  # of the stand-ins' shape: one column tile in either product
+REFUSED = "tile_cols=256,cluster_cols=2"  # of the stand-ins' shape: one column tile in either product
 
 
 class Launched:
@@ -81,12 +81,12 @@ def test_settings_take_turns(launched, tmp_path, capsys):
         )
     ]
     of = {(row["name"], row["impl"], row["knobs"]): row for row in rows}
-    assert of["fc2", "megamoe", REFUSED]["skipped"].startswith("cluster = 2: must be 1 for fc2")
+    assert of["fc2", "megamoe", REFUSED]["skipped"].startswith("cluster_cols = 2: must be 1 for fc2")
     ours = [of["fc1", "megamoe", text] for text in ("tile_rows=128", "auto", "tile_rows=64,stages=3")]
     assert [row["tile_rows"] for row in ours] == [128, 64, 64] and all("over_scaled_mm" in row for row in ours)
     assert of["fc1", "scaled_mm", "tile_rows=128"]["ours_us"] == ours[0]["us"]
     assert {row["knobs"] for row in every if row["what"] != "gemm"} == {"tile_rows=128"}
-    assert "tile_cols=256,cluster=2" in capsys.readouterr().out  # the table has a column of settings
+    assert "tile_cols=256,cluster_cols=2" in capsys.readouterr().out  # the table has a column of settings
     turns = [knobs for name, knobs, _ in launched.calls if name == "fc1"]
     first, auto, small = Knobs(tile_rows=128), Knobs(tile_rows=64), Knobs(tile_rows=64, stages=3)
     assert turns[:3] == [first, auto, small]  # each once, then in turns

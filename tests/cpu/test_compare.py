@@ -84,16 +84,17 @@ def test_a_run_that_died_early(files, capsys):
 
 def test_settings(files, capsys):
     """Rows of one setting belong together however its fields are ordered."""
-    text = "tile_rows=64,cluster=2"
+    text = "tile_rows=64,cluster_cols=2"
     a = [dict(GEMM, us=10.0), dict(GEMM, us=20.0, knobs=text), dict(GEMM, us=9.0, impl="deep_gemm")]
-    other = "cluster=2 stages=None tile_rows=64"
+    other = "cluster_cols=2 stages=None tile_rows=64"
     b = [dict(GEMM, us=40.0, knobs=other), dict(GEMM, us=9.0, impl="deep_gemm", knobs=other), dict(GEMM, us=10.0)]
     a.append(dict(GEMM, us=7.0, skew="zipf"))
     b.append(dict(GEMM, us=7.0, skew="zipf"))
     assert compare.main(files(a, b)) == 0  # the median of three, of which one is twice as slow
     out = capsys.readouterr().out
     assert (
-        "| gemm | megamoe | 3 | 1.000 | 0.0 % | fc1 block rows_per_expert=512 cluster=2,tile_rows=64 | 2.000 |" in out
+        "| gemm | megamoe | 3 | 1.000 | 0.0 % | fc1 block rows_per_expert=512 cluster_cols=2,tile_rows=64 | 2.000 |"
+        in out
     )
     assert "| gemm | deep_gemm | 1 | 1.000 |" in out and "0 rows only in A, 0 only in B" in out
     assert compare.main(files(a, [*b[:2], dict(GEMM, us=20.0), b[-1]])) == 1  # two of three

@@ -17,6 +17,7 @@ SHAPES = st.builds(
     rows=st.integers(1, 2),
     cols=st.integers(1, 2),
     warpgroups=st.integers(1, 2),
+    alone=st.integers(0, 1 << 12),
     lookahead=st.booleans(),
     scaled=st.booleans(),
 )

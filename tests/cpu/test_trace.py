@@ -342,6 +342,6 @@ def test_plan_takes_the_shape_and_fits_memory() -> None:
     assert args.kernels == NAMES
     cfg = tool.plan(args, 2, 60 << 30)
     assert (cfg.hidden, cfg.max_tokens, cfg.scale, cfg.accum) == (512, 64, "tensor", "single")
-    args = tool.parse(["--kernel", "fc2,pull", "--knobs", "tile_cols=256,cluster=2", "--out", "x"])
-    assert args.kernels == ("fc2", "pull") and args.knobs == Knobs(tile_cols=256, cluster=2)
+    args = tool.parse(["--kernel", "fc2,pull", "--knobs", "tile_cols=256,cluster_cols=2", "--out", "x"])
+    assert args.kernels == ("fc2", "pull") and args.knobs == Knobs(tile_cols=256, cluster_cols=2)
     assert tool.parse(["--out", "x"]).knobs is None
