@@ -3,8 +3,8 @@
 Agents take steps in any order; a step is possible when its barrier's phase is. Modelled after the kernels
 (gemm_ring.py, gemm_load.py, gemm_main.py): barriers `full` (one arrival of the TMA warp and the parts of the stage that
 any CTA of the cluster loads into it; with block scales one more arrival, when the scale warp's copies are there) and
-`empty` (one arrival a math warpgroup of every CTA of the cluster), both with a parity that waiters poll. A load, a copy
-and an arrival land at any time after they were issued, in any order. Warps stand for their lanes: the scale warp arrives
+`empty` (one arrival a math warpgroup of every CTA of the cluster), both with a parity that waiters poll. Loads, copies
+and arrivals land at any time after they were issued, in any order. Warps stand for their lanes: the scale warp arrives
 once, not 32 times, and a math warpgroup once, not four times.
 
 Rules that the test holds: a part is never written over a stage that a warpgroup may still read, a warpgroup
@@ -48,11 +48,13 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Shape:
-    """stages: of the ring. k_blocks: that every warpgroup consumes. rows, cols: CTAs of the cluster. warpgroups: of a
-    CTA. alone: bit k is set where the rows of CTAs load all of the weights of K block k themselves (the tiles of an odd
-    last row tile). lookahead: math awaits the next stage before it releases one. scaled: a scale warp fills stages too. counted
-    and full: arrivals that `empty` and `full` count, those that there are unless a fault is planted. patient: the
-    scale warp waits for `empty`."""
+    """stages: of the ring. k_blocks: that every warpgroup consumes. rows, cols: CTAs of the cluster.
+
+    warpgroups: of a CTA. alone: bit k is set where every row of CTAs loads all weights of K block k itself (tiles of an
+    odd last row tile). lookahead: math awaits the next stage before it releases one. scaled: a scale warp fills stages
+    too. counted and full: arrivals that `empty` and `full` count, those that there are unless a fault is planted.
+    patient: the scale warp waits for `empty`.
+    """
 
     stages: int
     k_blocks: int
