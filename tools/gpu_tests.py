@@ -24,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 400
+NO_SUMMARY = "no summary: timed out or crashed"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ ALONE = (Group("timed", tuple(f"tests/gpu/test_{n}.py" for n in TIMED)),)
 def outcome(text: str) -> str:
     """pytest's last summary line, or that there is none."""
     found = re.findall(r"^=*\s*((?:\d+ \w+,? ?)+in [\d.]+s)", text, re.MULTILINE)
-    return found[-1] if found else "no summary: timed out or crashed"
+    return found[-1] if found else NO_SUMMARY
 
 
 def rounds(gpus: int) -> list[list[tuple[Group, str | None]]]:
@@ -95,8 +96,8 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def run(groups: list[tuple[Group, str | None]], logs: Path) -> dict[Group, tuple[int, str]]:
-    """Run groups beside each other; (exit status, outcome) of each."""
+def run(groups: list[tuple[Group, str | None]], logs: Path, limit_s: float = LIMIT_S) -> dict[Group, tuple[int, str]]:
+    """Run groups beside each other, at most limit_s seconds; (exit status, outcome) of each."""
     running = {}
     for group, visible in groups:
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -104,7 +105,7 @@ def run(groups: list[tuple[Group, str | None]], logs: Path) -> dict[Group, tuple
             env["CUDA_VISIBLE_DEVICES"] = visible
         log = (logs / f"{group.name}.log").open("w")
         running[group] = subprocess.Popen(group.command(), cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT)
-    results, end = {}, time.monotonic() + LIMIT_S
+    results, end = {}, time.monotonic() + limit_s
     for group, process in running.items():
         try:
             status = process.wait(max(end - time.monotonic(), 1))
@@ -124,6 +125,9 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--logs", type=Path, help="where the logs go; a temporary folder by default")
+    parser.add_argument(
+        "--limit-s", type=float, default=LIMIT_S, help="seconds a round may take (default: %(default)s)"
+    )
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
     if not gpus:
@@ -133,7 +137,10 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     results: dict[Group, tuple[int, str]] = {}
     for groups in rounds(gpus):
-        results.update(run(groups, logs))
+        results.update(run(groups, logs, args.limit_s))
+        if any(text == NO_SUMMARY for _, text in results.values()):
+            print("gpu_tests: a group did not end by itself; what would follow is left out", file=sys.stderr)
+            break
     print(f"{gpus} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}\n\n| command | outcome |\n|---|---|")
     for group, (status, text) in results.items():
         print(f"| `{group.shown()}` | {text}{'' if status == 0 else f', EXIT {status}'} |")
