@@ -125,9 +125,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--logs", type=Path, help="where the logs go; a temporary folder by default")
-    parser.add_argument(
-        "--limit-s", type=float, default=LIMIT_S, help="seconds a round may take (default: %(default)s)"
-    )
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for a round (default: %(default)s)")
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
     if not gpus:

@@ -88,8 +88,7 @@ def test_what_a_timed_out_command_started_is_ended_with_it(tmp_path, monkeypatch
     """Also in another session, where torchrun has its ranks."""
     group = gpu_tests.Group("slow", ())
     monkeypatch.setattr(gpu_tests.Group, "command", lambda self: [sys.executable, "-c", STARTER])
-    monkeypatch.setattr(gpu_tests, "LIMIT_S", 3)
-    assert gpu_tests.run([(group, None)], tmp_path) == {group: (-9, "no summary: timed out or crashed")}
+    assert gpu_tests.run([(group, None)], tmp_path, 3) == {group: (-9, gpu_tests.NO_SUMMARY)}
     (child,) = re.findall(r"pid (\d+)", (tmp_path / "slow.log").read_text())
     end = time.monotonic() + 5
     while running(child) and time.monotonic() < end:
