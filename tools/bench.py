@@ -15,7 +15,8 @@ gemm      fc1 and fc2 alone, 1 to 4096 rows on each of up to 32 experts (--what 
           --gemm-experts). --gemm-skew zipf, or balanced,zipf: as many rows in all, of the n-th most wanted expert
           in proportion to n ** -1.2
 e2e       whole forwards, eager and as a CUDA graph
-host      host time of one eager forward: 5 batches of 50 calls, garbage collector off within a batch, no pinning
+host      host time of one eager forward, and of its launches alone, arguments ready: 5 batches of 50 calls, garbage
+          collector off within a batch, no pinning
 
 Peers (--peers; peers/) run e2e and gemm on the same tokens, routes and weights, in turns with ours. One that cannot
 run, or whose result is not ours, has a row that says why. Up to T = 64, ours take turns with the weights of two layers
@@ -34,8 +35,8 @@ Expected time on H200s: about 100 s by default on one GPU with torch's peers, 50
 110 s. FlashInfer's pull adds 5 to 15 s for each scale mode and T (it compiles for each); push compiles by nvcc first.
 
 --out appends one JSON object a row; tables come last on stdout. Keys of a row:
-what, name   section; kernel, ceiling, for e2e and host "eager", "graph" or "compute" (of a peer whose inputs are
-             staged beforehand); what "gpu": when a reading was taken, "start" or after a section of a scale mode
+what, name   section; kernel, ceiling, for e2e "eager", "graph" or "compute" (of a peer whose inputs are
+             staged beforehand), for host "eager" or "launches"; what "gpu": when a reading was taken, "start" or after a section of a scale mode
 impl, note, skipped   "megamoe" or the peer; how its numbers or work differ, or how ours was taken; why it has no time
 scale, routing, T, tile_rows, rows_per_expert, experts   settings of the point (rows_per_expert: on average over
              `experts`; tile_rows: of the knobs that ran)

@@ -102,21 +102,28 @@ def run_link(b: Bench, s: Setup) -> None:
 
 
 def run_host(b: Bench, s: Setup) -> None:
-    """Host time of a forward at the smallest T, y allocated by the call: 5 batches of calls, the collector off."""
+    """Host time of a forward at the smallest T, y allocated by the call, and of its launches alone: 5 batches of
+    calls, the collector off."""
     moe, tokens = s.layer(), b.args.tokens[0]
     for kind in b.args.routing:
         b.say(f"host {s.scale} {kind}")
         made: Problem = b.problem(s.cfg, kind, tokens)
-        call = lambda: moe(made.xs, made.ids, made.weights) if b.virtual else moe(*made.first)  # noqa: B023, E731
+        launches = layers.steps(b, moe, made)
+        calls = {
+            "eager": lambda: moe(made.xs, made.ids, made.weights) if b.virtual else moe(*made.first),  # noqa: B023
+            "launches": lambda: [launch() for launch in launches],  # noqa: B023
+        }
         size = 50 // len(b.world.local_ranks)
-        b.clock.host(call, batches=1, batch=20 // len(b.world.local_ranks))
-        batches = b.clock.host(call, batches=5, batch=size)
-        moe.synchronize()
-        middle = [median(batch) for batch in batches]
-        times = timing.summary([us for batch in batches for us in batch]) | dict(us=median(middle), us_min=min(middle))
-        times = max(b.gather(times, "host times"), key=lambda of_rank: of_rank["us"])
-        point = dict(what="host", name="eager", impl="megamoe", scale=s.scale, routing=kind, T=tokens)
-        b.add(**point, **times, runs=5 * size, batches=5, note="garbage collector off within a batch, no pinning")
+        for name, call in calls.items():
+            b.clock.host(call, batches=1, batch=20 // len(b.world.local_ranks))
+            batches = b.clock.host(call, batches=5, batch=size)
+            moe.synchronize()
+            middle = [median(batch) for batch in batches]
+            times = timing.summary([us for batch in batches for us in batch])
+            times |= dict(us=median(middle), us_min=min(middle))
+            times = max(b.gather(times, "host times"), key=lambda of_rank: of_rank["us"])
+            point = dict(what="host", name=name, impl="megamoe", scale=s.scale, routing=kind, T=tokens)
+            b.add(**point, **times, runs=5 * size, batches=5, note="garbage collector off within a batch, no pinning")
 
 
 RUN: dict[str, Callable[[Bench, Setup], None]] = {
