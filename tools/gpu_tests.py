@@ -50,7 +50,9 @@ class Group:
 
 
 BESIDE = (
-    Group("gemm", ("tests/gpu/test_gemm.py", "-k", "not every_mode")),
+    Group("gemm", ("tests/gpu/test_gemm.py", "-k", "single_expert or few_sms or shapes or lookahead")),
+    Group("gemm-any", ("tests/gpu/test_gemm.py", "-k", "any_rows")),
+    Group("gemm-tiles", ("tests/gpu/test_gemm.py", "-k", "other_tiles or wide")),
     Group("gemm-e4m3", ("tests/gpu/test_gemm.py", "-k", "every_mode and e4m3")),
     Group("gemm-e5m2", ("tests/gpu/test_gemm.py", "-k", "every_mode and e5m2")),
     Group("modes-e4m3", ("tests/gpu/test_layer.py", "-k", "every_mode and e4m3")),
