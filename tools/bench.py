@@ -36,7 +36,8 @@ Expected time on H200s: about 100 s by default on one GPU with torch's peers, 50
 
 --out appends one JSON object a row; tables come last on stdout. Keys of a row:
 what, name   section; kernel, ceiling, for e2e "eager", "graph" or "compute" (of a peer whose inputs are
-             staged beforehand), for host "eager" or "launches"; what "gpu": when a reading was taken, "start" or after a section of a scale mode
+             staged beforehand), for host "eager" or "launches"; what "gpu": when a reading was taken, "start" or
+             after a section of a scale mode
 impl, note, skipped   "megamoe" or the peer; how its numbers or work differ, or how ours was taken; why it has no time
 scale, routing, T, tile_rows, rows_per_expert, experts   settings of the point (rows_per_expert: on average over
              `experts`; tile_rows: of the knobs that ran)

@@ -64,9 +64,12 @@ def test_peers_and_ceilings_do_not_outvote_a_slow_section(files, capsys):
     even += [dict(RUN, what="stages", name=f"kernel {n}", impl="megamoe", us=9.0) for n in range(20)]
     for slow in (E2E, GEMM):
         assert compare.main(files([*even, dict(slow, us=9.0)], [*even, dict(slow, us=18.0)])) == 1
-        assert capsys.readouterr().out.splitlines()[-1] == f"median point differs by 100.0 % ({slow['what']})"
-    peers = [dict(r, us=18.0) for r in even[:40]] + even[40:]
-    assert compare.main(files(even, peers)) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == f"median point differs by 100.0 % ({slow['what']}), above 5 %"
+    even.append(dict(E2E, what="host", us=9.0))
+    others = [dict(r, us=18.0) for r in (*even[:40], even[-1])] + even[40:-1]
+    assert compare.main(files(even, others)) == 0
+    assert "| host | megamoe | 1 | 2.000 |" in capsys.readouterr().out
 
 
 def test_a_run_that_died_early(files, capsys):
