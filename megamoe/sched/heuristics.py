@@ -8,12 +8,16 @@ SMALL = Knobs(tile_rows=64)
 """Weights bound the time, and 64-row tiles waste least."""
 
 
+NARROW, WIDE, PAIRS = (Knobs(tile_cols=columns, cluster_cols=pair) for columns, pair in ((128, 1), (256, 1), (256, 2)))
+"""128-row tiles, from one column tile a CTA to two CTAs side by side. Made here: a forward only picks."""
+
+
 def large(cfg: MoEConfig) -> Knobs:
     """128-row tiles, as wide and in as large clusters as the shape allows: less of each operand is read again."""
-    wide = cfg.hidden % 256 == 0
+    if cfg.hidden % 256:
+        return NARROW
     columns = (2 * cfg.intermediate // 256, cfg.hidden // 256)
-    pairs = wide and all(n % 2 == 0 for n in columns)
-    return Knobs(tile_rows=128, tile_cols=256 if wide else 128, cluster_cols=2 if pairs else 1)
+    return PAIRS if all(n % 2 == 0 for n in columns) else WIDE
 
 
 def expected_rows(cfg: MoEConfig, world_size: int, tokens: int) -> float:
