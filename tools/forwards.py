@@ -7,6 +7,7 @@ over_<peer> of those beside that peer alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +18,7 @@ import peers
 import timing
 import torch
 from peers import measure
+from records import OURS
 
 if TYPE_CHECKING:
     from bench import Bench
@@ -24,11 +26,10 @@ if TYPE_CHECKING:
     from layers import Setup
 
 Point = tuple[str, int]
-OURS = "megamoe"
 HALVED_TOKENS = 2048
 """Above this T half as many samples are taken, and the usual sleep is enough."""
 
-LONG_SLEEP_CYCLES = 6_000_000  # about 3 ms
+LONG_GAP_US = 3000
 
 
 class Ours(NamedTuple):
@@ -69,11 +70,9 @@ def _samples(b: Bench, tokens: int) -> int:
 
 def _measure(b: Bench, launches: dict[Any, layers.Launch], tokens: int) -> dict[Any, list[float]]:
     """Samples of launches in turns, behind a sleep that covers a peer's host time too where forwards are short."""
-    b.clock.sleep_cycles = timing.SLEEP_CYCLES if tokens > HALVED_TOKENS else LONG_SLEEP_CYCLES
-    try:
+    gap = contextlib.nullcontext() if tokens > HALVED_TOKENS else b.clock.gap(LONG_GAP_US)
+    with gap:
         return measure.interleave(b.clock, launches, _samples(b, tokens))
-    finally:
-        b.clock.sleep_cycles = timing.SLEEP_CYCLES
 
 
 def _launches(s: Setup, made: Problem) -> dict[str, layers.Launch]:

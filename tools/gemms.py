@@ -16,6 +16,7 @@ import peers
 import timing
 import torch
 from peers import measure
+from records import OURS
 
 from megamoe.config import Knobs, MoEConfig
 from megamoe.errors import ConfigError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 CHUNK = 8192
 """Tokens quantised at a time: the reference takes several times their memory."""
 
-OURS = "megamoe"
 MEMORY_SHARE = 0.8
 """Of the free memory, what rows may take."""
 

@@ -36,18 +36,37 @@ LIBRARIES = {"flashinfer_pull": "flashinfer", "flashinfer_push": "flashinfer", "
 """What must be importable for a peer to be measured by default."""
 
 
-def parser(description: str | None = None) -> argparse.ArgumentParser:
-    """The command line; None where --quick or the number of ranks decides."""
-    top = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words = lambda text: text.split(",")  # noqa: E731
-    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
-    top.add_argument("--what", type=words, help=f"sections, a comma list of {', '.join((*SECTIONS, *GEMMS))}")
+def add_shape(top: argparse.ArgumentParser) -> None:
+    """Options of the layer's shape, for shape_of."""
     top.add_argument("--preset", choices=tuple(PRESETS), default="v3", help="layer shape (default: v3)")
     for name, what in ("hidden", "H"), ("intermediate", "I"), ("top-k", "K"):
         top.add_argument(f"--{name}", type=int, help=f"{what} instead of the preset's")
     top.add_argument(
         "--experts", type=int, help="experts over all ranks (default: the preset's, halved until they fit)"
     )
+
+
+def shape_of(args: argparse.Namespace) -> dict[str, int]:
+    """hidden, intermediate, num_experts and top_k: the preset's, or those given instead."""
+    given = dict(hidden=args.hidden, intermediate=args.intermediate, num_experts=args.experts, top_k=args.top_k)
+    return PRESETS[args.preset] | {name: value for name, value in given.items() if value is not None}
+
+
+def check_ranks(top: argparse.ArgumentParser, args: argparse.Namespace, world_size: int, kinds: list[str]) -> None:
+    """End the command line `top` on a --virtual out of range, or one of routings `kinds` that needs more ranks."""
+    if args.virtual is not None and not 2 <= args.virtual <= 8:
+        top.error(f"--virtual {args.virtual}: 2 to 8")
+    if "empty_rank" in kinds and world_size == 1:
+        top.error("--routing empty_rank: needs several ranks")
+
+
+def parser(description: str | None = None) -> argparse.ArgumentParser:
+    """The command line; None where --quick or the number of ranks decides."""
+    top = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = lambda text: text.split(",")  # noqa: E731
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    top.add_argument("--what", type=words, help=f"sections, a comma list of {', '.join((*SECTIONS, *GEMMS))}")
+    add_shape(top)
     top.add_argument(
         "--tokens", type=numbers, help="T of each rank, a comma list (default: those of 8..32768 that fit)"
     )
@@ -96,21 +115,16 @@ def parse(argv: list[str] | None, processes: int, description: str | None = None
     scales, gemms, layer_peers, gemm_peers, settings, given_tokens and runs (samples of a point)."""
     top = parser(description)
     args = top.parse_args(argv)
-    if args.virtual is not None and not 2 <= args.virtual <= 8:
-        top.error(f"--virtual {args.virtual}: 2 to 8")
+    args.world_size = args.virtual or processes
+    check_ranks(top, args, args.world_size, args.routing)
     if args.virtual and processes > 1:
         top.error("--virtual: without torchrun")
-    args.world_size = args.virtual or processes
     _sections(top, args, processes)
     _peers(top, args)
     for kind in args.routing:
         if kind not in inputs.ROUTINGS:
             top.error(f"--routing {kind}: one of {', '.join(inputs.ROUTINGS)}")
-        if kind == "empty_rank" and args.world_size == 1:
-            top.error("--routing empty_rank: needs several ranks")
-    given = dict(hidden=args.hidden, intermediate=args.intermediate, num_experts=args.experts, top_k=args.top_k)
-    given = {name: value for name, value in given.items() if value is not None}
-    args.shape = PRESETS[args.preset] | given
+    args.shape = shape_of(args)
     if any(args.shape[name] != PRESETS[args.preset][name] for name in ("hidden", "intermediate", "top_k")):
         args.preset = None
     scale = args.scale or ("block" if args.quick else "both")

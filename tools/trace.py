@@ -56,12 +56,7 @@ def parser() -> argparse.ArgumentParser:
         default=["forward"],
         help=f"forward (all; default) or a comma list of {', '.join(NAMES)}",
     )
-    top.add_argument("--preset", choices=tuple(options.PRESETS), default="v3", help="layer shape (default: v3)")
-    for name, what in ("hidden", "H"), ("intermediate", "I"), ("top-k", "K"):
-        top.add_argument(f"--{name}", type=int, help=f"{what} instead of the preset's")
-    top.add_argument(
-        "--experts", type=int, help="experts over all ranks (default: the preset's, halved until they fit)"
-    )
+    options.add_shape(top)
     top.add_argument("--tokens", type=int, default=512, help="T of each rank (default: 512)")
     top.add_argument("--scale", choices=("block", "tensor"), default="block")
     top.add_argument("--accum", choices=("promoted", "single"), default="promoted", help="in tensor mode")
@@ -84,14 +79,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in args.kernels:
         if name not in NAMES:
             top.error(f"--kernel {name}: forward, or some of {', '.join(NAMES)}")
-    if args.virtual is not None and not 2 <= args.virtual <= 8:
-        top.error(f"--virtual {args.virtual}: 2 to 8")
+    options.check_ranks(top, args, args.virtual or 1, [args.routing])
     if args.devices and not args.virtual:
         top.error("--devices: with --virtual")
-    if args.routing == "empty_rank" and not args.virtual:
-        top.error("--routing empty_rank: needs several ranks")
-    given = dict(hidden=args.hidden, intermediate=args.intermediate, num_experts=args.experts, top_k=args.top_k)
-    args.shape = options.PRESETS[args.preset] | {name: value for name, value in given.items() if value is not None}
+    args.shape = options.shape_of(args)
     args.knobs = options.parse_knobs(top, args.knobs)
     return args
 
