@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from .. import wire
+from ..errors import Cause
 from . import prims
 
 
@@ -106,6 +107,25 @@ def wait_flag(flag: Int64, seen: Int64, epoch: Int64, control: Int64):
     if seen >= epoch:
         timed_out = Boolean(False)
     return seen, timed_out
+
+
+@cute.jit
+def await_flag(
+    control: Int64,
+    deltas: Int64,
+    world_size: cutlass.Constexpr,
+    rank: Int32,
+    phase: cutlass.Constexpr,
+    source: Int32,
+    flag: Int64,
+    seen: Int64,
+    epoch: Int64,
+) -> Int32:
+    """One thread: wait_flag for what rank `source` publishes; 1 unless it came. A timeout aborts and blames source."""
+    seen, timed_out = wait_flag(flag, seen, epoch, control)
+    if timed_out:
+        abort_all(*(control, deltas, world_size, rank, Cause.TIMEOUT, phase), *(source, Int32(-1), epoch, seen, epoch))
+    return Int32(seen < epoch)
 
 
 @cute.jit

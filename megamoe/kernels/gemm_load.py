@@ -238,6 +238,32 @@ def meet(gemm: cutlass.Constexpr):
 
 
 @cute.jit
+def produce_all(
+    gemm: cutlass.Constexpr,
+    produce: cutlass.Constexpr,
+    source: Operands | Scales,
+    ring: Ring,
+    schedule: Schedule,
+    role: cutlass.Constexpr,
+    phase: cutlass.Constexpr,
+    pen: trace.Tracer | None,
+):
+    """A producer warp's whole life: `produce` (produce_tile, produce_scales) of every tile of this CTA.
+
+    role, phase: under which pen records each tile.
+    """
+    stage, parity = Int32(0), Int32(0)
+    index, step = first_item(gemm)
+    total = total_tiles(gemm, schedule)
+    while index < total:
+        tile = find_tile(gemm, schedule, index)
+        since = trace.begin(pen)
+        stage, parity = produce(gemm, source, ring, tile, stage, parity, pen)
+        trace.end(pen, since, role, phase, tile.index)
+        index += step
+
+
+@cute.jit
 def producer_role(
     gemm: cutlass.Constexpr,
     ops: Operands,
@@ -253,26 +279,14 @@ def producer_role(
     """
     cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
     warp = cute.arch.warp_idx() - 4 * gemm.warpgroups
-    stage, phase = Int32(0), Int32(0)
-    index, step = first_item(gemm)
-    total = total_tiles(gemm, schedule)
     if warp == 0:
         pen = trace.tracer(records, buffer, Int32(gemm.warpgroups), cute.arch.lane_idx() == 0)
-        while index < total:
-            tile = find_tile(gemm, schedule, index)
-            since = trace.begin(pen)
-            stage, phase = produce_tile(gemm, ops, ring, tile, stage, phase, pen)
-            trace.end(pen, since, Role.TMA, Phase.LOAD, tile.index)
-            index += step
+        produce_all(gemm, produce_tile, ops, ring, schedule, Role.TMA, Phase.LOAD, pen)
     if cutlass.const_expr(gemm.scaled):
         if warp == 1:
             pen = trace.tracer(records, buffer, Int32(gemm.warpgroups + 1), cute.arch.lane_idx() == 0)
-            while index < total:
-                tile = find_tile(gemm, schedule, index)
-                since = trace.begin(pen)
-                stage, phase = produce_scales(gemm, scales, ring, tile, stage, phase, pen)
-                trace.end(pen, since, Role.SCALES, Phase.LOAD_SCALES, tile.index)
-                index += step
+            produce_all(gemm, produce_scales, scales, ring, schedule, Role.SCALES, Phase.LOAD_SCALES, pen)
+            prims.copy_async_wait()  # before the warp ends
 
 
 @cute.jit

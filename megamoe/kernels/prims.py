@@ -254,6 +254,12 @@ def copy_async_arrive(mbar: Int32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def copy_async_wait(*, loc=None, ip=None) -> None:
+    """Wait for all copy_async of this thread."""
+    _asm("cp.async.wait_all;", [], [], loc=loc, ip=ip)
+
+
+@dsl_user_op
 def mbar_init(mbar: Int32, arrivals: Int32, *, loc=None, ip=None) -> None:
     """Initialise an mbarrier (8 B of shared memory)."""
     _asm("mbarrier.init.shared::cta.b64 [$0], $1;", [], [Int32(mbar), Int32(arrivals)], loc=loc, ip=ip)

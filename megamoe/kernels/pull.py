@@ -71,14 +71,7 @@ def wait_lists(spec: cutlass.Constexpr, control: Int64, deltas: Int64, rank: Int
     if cutlass.const_expr(not spec.faults.skip_list_wait):
         if tid // wire.MAX_RANKS == Int32(epoch & 1) and source < spec.world_size:
             flag = control + 8 * (wire.LIST_FLAG + Int64(tid))
-            seen, timed_out = ctl.wait_flag(flag, seen, epoch, control)
-            if timed_out:
-                ctl.abort_all(
-                    *(control, deltas, spec.world_size, rank, Cause.TIMEOUT, Phase.PULL),
-                    *(source, Int32(-1), epoch, seen, epoch),
-                )
-            if seen < epoch:
-                failed = Int32(1)
+            failed = ctl.await_flag(control, deltas, spec.world_size, rank, Phase.PULL, source, flag, seen, epoch)
     return 1 - prims.cta_any(failed)
 
 

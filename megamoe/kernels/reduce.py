@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64
 
 from .. import wire
 from ..config import MoEConfig
-from ..errors import Cause, Phase
+from ..errors import Phase
 from . import control as ctl
 from . import prims, trace
 from .faults import NO_FAULTS, Faults, random_delay
@@ -79,14 +79,7 @@ def wait_owners(
     if cutlass.const_expr(not spec.faults.skip_return_wait):
         if sent > 0:
             flag = control + 8 * (wire.RETURN_FLAG + Int64(tid))
-            seen, timed_out = ctl.wait_flag(flag, seen, epoch, control)
-            if timed_out:
-                ctl.abort_all(
-                    *(control, deltas, spec.world_size, rank, Cause.TIMEOUT, Phase.REDUCE),
-                    *(tid, Int32(-1), epoch, seen, epoch),
-                )
-            if seen < epoch:
-                failed = Int32(1)
+            failed = ctl.await_flag(control, deltas, spec.world_size, rank, Phase.REDUCE, tid, flag, seen, epoch)
     return 1 - prims.cta_any(failed)
 
 
