@@ -126,7 +126,6 @@ class Knobs:
     cluster_rows, cluster_cols: shape of a cluster of CTAs, 1 or 2 each. Its columns run neighbouring column tiles and
         share the loads of rows; its rows run neighbouring row tiles of an expert and share the loads of weights. Both
         GEMMs must have a multiple of cluster_rows * cluster_cols column tiles.
-    lookahead: 1 lets promoted sums await the next K block while the last WGMMAs of one run, 0 after them.
     stages: K blocks of 128 held in shared memory, 2 to 12; None fills it.
     copy_depth: rows in flight a warp in pull and token-back, 2 to 8; None picks by row size.
     """
@@ -136,14 +135,13 @@ class Knobs:
     mma_cols: int = 128
     cluster_rows: int = 1
     cluster_cols: int = 1
-    lookahead: int = 0
     stages: int | None = None
     copy_depth: int | None = None
 
     def __post_init__(self) -> None:
         _require(type(self.tile_rows) is int and self.tile_rows in (64, 128), "tile_rows", self.tile_rows, "64 or 128")
         columns, pair = (128, 256), (1, 2)
-        allowed_of = dict(tile_cols=columns, mma_cols=columns, cluster_rows=pair, cluster_cols=pair, lookahead=(0, 1))
+        allowed_of = dict(tile_cols=columns, mma_cols=columns, cluster_rows=pair, cluster_cols=pair)
         for name, allowed in allowed_of.items():
             value = getattr(self, name)
             _require(type(value) is int and value in allowed, name, value, " or ".join(map(str, allowed)))

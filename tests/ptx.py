@@ -85,8 +85,9 @@ def check_gemm(found: CompileReport, gemm: gemm_tiles.GemmSpec) -> None:
     loads = count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx)
     shared = count(r"cp\.async\.bulk\.tensor\.2d\S*multicast", found.ptx)
     across, down = gemm.cluster_cols > 1, gemm.cluster_rows > 1
-    # Of rows, one a stage; of weights, one a half, and with two rows of CTAs one more for where they share none.
-    assert loads == gemm.passes * (1 + gemm.halves * (2 if down else 1))
+    # Of rows, one a stage, and with block scales one of those; of weights, one a half, and with two rows of CTAs one
+    # more for where they share none.
+    assert loads == gemm.passes * (1 + gemm.scaled + gemm.halves * (2 if down else 1))
     assert shared == gemm.passes * (across + gemm.halves * down)
     assert (count(r"barrier\.cluster\.wait", found.ptx) > 0) == (gemm.cluster > 1)
     assert (count(r"cp\.async\.mbarrier\.arrive\.noinc", found.ptx) > 0) == (gemm.mode == "block")

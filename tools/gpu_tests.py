@@ -50,11 +50,15 @@ class Group:
 
 
 BESIDE = (
-    Group("gemm", ("tests/gpu/test_gemm.py", "-k", "single_expert or few_sms or shapes or lookahead")),
+    Group("gemm", ("tests/gpu/test_gemm.py", "-k", "single_expert or few_sms or shapes")),
     Group("gemm-any", ("tests/gpu/test_gemm.py", "-k", "any_rows")),
-    Group("gemm-tiles", ("tests/gpu/test_gemm.py", "-k", "other_tiles or wide")),
-    Group("gemm-e4m3", ("tests/gpu/test_gemm.py", "-k", "every_mode and e4m3")),
-    Group("gemm-e5m2", ("tests/gpu/test_gemm.py", "-k", "every_mode and e5m2")),
+    Group("gemm-tiles", ("tests/gpu/test_gemm.py", "-k", "other_tiles")),
+    Group("gemm-wide", ("tests/gpu/test_gemm.py", "-k", "wide")),
+    *(
+        Group(f"gemm-{fp8}-{scale}", ("tests/gpu/test_gemm.py", "-k", f"every_mode and {fp8} and {scale}"))
+        for fp8 in ("e4m3", "e5m2")
+        for scale in ("block", "tensor")
+    ),
     Group("modes-e4m3", ("tests/gpu/test_layer.py", "-k", "every_mode and e4m3")),
     Group("modes-e5m2", ("tests/gpu/test_layer.py", "-k", "every_mode and e5m2")),
     Group("layer", ("tests/gpu/test_layer.py", "-k", "not every_mode and not any_problem")),

@@ -86,10 +86,11 @@ def fc1_tile(
     act_scale: Float32,
     stage: Int32,
     phase: Int32,
+    window: Int32,
 ):
     """Math warps: one work item from stages to activation records. Returns the ring state after it.
 
-    Addresses as in FC1.ARGS. load_scale(address) reads an fp32 scale.
+    window: as in gemm_main.sum_tile. Addresses as in FC1.ARGS. load_scale(address) reads an fp32 scale.
     """
     gemm = spec.gemm
     items = gemm.passes * gemm.halves
@@ -105,7 +106,7 @@ def fc1_tile(
     values = cute.make_rmem_tensor(32 * items, Float32)
     for item in cutlass.range_constexpr(gemm.passes):
         since = trace.begin(math.pen)
-        stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase)
+        stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase, window + item * gemm.windows)
         since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
         for half in cutlass.range_constexpr(gemm.halves):
             at = item * gemm.halves + half
@@ -167,17 +168,16 @@ class FC1:
         spec, gemm = self.spec, self.spec.gemm
         ring, schedule = gemm_load.start(gemm, ops, expert_start)
         if gemm_load.is_producer(gemm):
-            scales = gemm_load.Scales(x + gemm.k, w_scale)
-            gemm_load.producer_role(gemm, ops, scales, ring, schedule, spec.trace, trace_at)
+            gemm_load.producer_role(gemm, ops, w_scale, ring, schedule, spec.trace, trace_at)
         else:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
             math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
-            stage, phase = Int32(0), Int32(0)
+            stage, phase, window = Int32(0), Int32(0), Int32(0)
             index, step = gemm_tiles.first_item(gemm)
             total = gemm_tiles.total_tiles(gemm, schedule)
             while index < total:
-                tile = gemm_tiles.find_tile(gemm, schedule, index)
+                tile = gemm_main.await_tile(ring, math, stage, phase, index)
                 stage, phase = fc1_tile(
                     spec,
                     prims.ld_weak_f32,
@@ -192,7 +192,9 @@ class FC1:
                     act_scale,
                     stage,
                     phase,
+                    window,
                 )
+                window += gemm.passes * gemm.windows
                 index += step
         if cutlass.const_expr(gemm.cluster > 1):
             gemm_load.meet(gemm)  # no CTA ends while the other may still arrive at its barriers

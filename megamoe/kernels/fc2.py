@@ -56,11 +56,12 @@ def fc2_tile(
     dests: tuple,
     stage: Int32,
     phase: Int32,
+    window: Int32,
 ):
     """Math warps: one work item from stages to bf16 rows. Returns the ring state after it.
 
-    Addresses as in FC2.ARGS; dests: the bf16 rows [H] of this thread's two rows, stored to when live.
-    load_scale(address) reads an fp32 scale.
+    Addresses as in FC2.ARGS; dests: the bf16 rows [H] of this thread's two rows, stored to when live. window: as in
+    gemm_main.sum_tile. load_scale(address) reads an fp32 scale.
     """
     gemm = spec.gemm
     mine = gemm_main.thread_rows(math, tile)
@@ -73,7 +74,7 @@ def fc2_tile(
         factor = act_scale * load_scale(w_scale + Int64(tile.expert) * 4)
         factors = tuple(factor * f for f in factors) if spec.weighted else (factor, factor)
     since = trace.begin(math.pen)
-    stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase)
+    stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase, window)
     since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
     for half in cutlass.range_constexpr(gemm.halves):
         column = tile.column * gemm.halves + half
@@ -117,17 +118,16 @@ class FC2:
         spec, gemm = self.spec, self.spec.gemm
         ring, schedule = gemm_load.start(gemm, ops, expert_start)
         if gemm_load.is_producer(gemm):
-            scales = gemm_load.Scales(act + gemm.k, w_scale)
-            gemm_load.producer_role(gemm, ops, scales, ring, schedule, spec.trace, trace_at)
+            gemm_load.producer_role(gemm, ops, w_scale, ring, schedule, spec.trace, trace_at)
         else:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
             math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
-            stage, phase = Int32(0), Int32(0)
+            stage, phase, window = Int32(0), Int32(0), Int32(0)
             index, step = gemm_tiles.first_item(gemm)
             total = gemm_tiles.total_tiles(gemm, schedule)
             while index < total:
-                tile = gemm_tiles.find_tile(gemm, schedule, index)
+                tile = gemm_main.await_tile(ring, math, stage, phase, index)
                 mine = gemm_main.thread_rows(math, tile)
                 dests = tuple(gemm_epilogue.row_address(y, 2 * gemm.n, row) for row in mine)
                 stage, phase = fc2_tile(
@@ -142,7 +142,9 @@ class FC2:
                     dests,
                     stage,
                     phase,
+                    window,
                 )
+                window += gemm.passes * gemm.windows
                 index += step
         if cutlass.const_expr(gemm.cluster > 1):
             gemm_load.meet(gemm)  # no CTA ends while the other may still arrive at its barriers

@@ -1,4 +1,4 @@
-"""The producer warps of a grouped FP8 GEMM: one issues TMA of both operands, one copies block scales.
+"""The producer warps of a grouped FP8 GEMM: one issues TMA of operands and row scales, one copies weight scales.
 
 CTAs in a row of a cluster run neighbouring column tiles of the same rows: with two, each loads half of A for both.
 CTAs in a column run two row tiles and the same columns: each loads half of every weight tile for both. Where all
@@ -14,12 +14,24 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Boolean, Int16, Int32, Int64
+from cutlass import AddressSpace, Boolean, Float32, Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..config import BLOCK
+from ..sched.tiles import WINDOW
 from . import prims, trace
-from .gemm_ring import FP8_TYPES, Ring, advance, init_ring, make_ring, scale_at, smem_layout
+from .gemm_ring import (
+    FP8_TYPES,
+    Ring,
+    advance,
+    init_ring,
+    make_ring,
+    smem_layout,
+    tell_tile,
+    w_scale_at,
+    window_layout,
+    window_slot,
+)
 from .gemm_tiles import (
     GemmSpec,
     Schedule,
@@ -39,7 +51,8 @@ PRODUCER_REGISTERS = 40
 class Operands(NamedTuple):
     """TMA of one GEMM: atoms and coordinate tensors of A [R, k] and B [experts * n, k].
 
-    alone: with two rows of CTAs, the atom and tensor of B without multicast; else ().
+    alone: with two rows of CTAs, the atom and tensor of B without multicast; else (). scales: with block scales, those
+    of row scales [R, k / group]; else ().
     """
 
     atom_a: cute.CopyAtom
@@ -47,18 +60,11 @@ class Operands(NamedTuple):
     atom_b: cute.CopyAtom
     b: cute.Tensor
     alone: tuple
-
-
-class Scales(NamedTuple):
-    """Where block scales lie: rows, the address of pool row 0's first; weights, of fp32 [experts, n / 128, k_blocks].
-    Both 0 without block scales."""
-
-    rows: Int64
-    weights: Int64
+    scales: tuple
 
 
 def make_operands(gemm: GemmSpec, a: Int64, b: Int64, rows_total: Int32) -> Operands:
-    """Host side: TMA descriptors of A (records of `pitch` bytes) and B, from device addresses.
+    """Host side: TMA descriptors of A (records of `pitch` bytes, scales behind the codes) and B, from device addresses.
 
     rows_total may be the pool's capacity; a tile that reads past it gets zeros.
     """
@@ -73,11 +79,19 @@ def make_operands(gemm: GemmSpec, a: Int64, b: Int64, rows_total: Int32) -> Oper
             op = cpasync.CopyBulkTensorTileG2SMulticastOp()
         return cpasync.make_tiled_tma_atom(op, tensor, layout, (tile_rows, BLOCK), num_multicast=multicast)
 
+    scales = ()
+    if gemm.scaled:
+        pointer = cute.make_ptr(Float32, a + gemm.k, AddressSpace.gmem, assumed_align=16)
+        shape = (rows_total, gemm.k_blocks * gemm.groups)
+        tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=(gemm.pitch // 4, 1)))
+        box = cute.slice_(window_layout(gemm, 1), (None, None, 0))
+        scales = tuple(cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, box.shape))
     rows_b = Int32(gemm.experts * gemm.n)
     return Operands(
         *tma(a, rows_total, gemm.pitch, gemm.tile_rows, gemm.cluster_cols),
         *tma(b, rows_b, gemm.k, BLOCK, gemm.cluster_rows),
         tuple(tma(b, rows_b, gemm.k, BLOCK, 1)) if gemm.cluster_rows > 1 else (),
+        scales,
     )
 
 
@@ -123,6 +137,17 @@ def copy_weights(
 
 
 @cute.jit
+def scale_windows(gemm: cutlass.Constexpr, ops: Operands, ring: Ring, row: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    """TMA views of row scales: the ring's slots, and the windows of a tile that starts at pool row `row`."""
+    atom, scales = ops.scales
+    shifted = cute.domain_offset((row, 0), scales)
+    windows = cute.local_tile(shifted, (gemm.tile_rows, WINDOW * gemm.groups), (0, None))
+    return cpasync.tma_partition(
+        *(atom, 0, cute.make_layout(1)), cute.group_modes(ring.row_scales, 0, 2), cute.group_modes(windows, 0, 2)
+    )
+
+
+@cute.jit
 def produce_tile(
     gemm: cutlass.Constexpr,
     ops: Operands,
@@ -130,9 +155,13 @@ def produce_tile(
     tile: Tile,
     stage: Int32,
     phase: Int32,
+    window: Int32,
     pen: trace.Tracer | None,
 ) -> tuple[Int32, Int32]:
-    """TMA warp, all lanes: load every K block of a work item. Returns the ring state after it. pen: see trace.py."""
+    """TMA warp, all lanes: load every K block of a work item. Returns the ring state after it.
+
+    window: number of its first window of row scales. pen: see trace.py.
+    """
     place = cluster_place(gemm)
     shifted = cute.domain_offset((tile.row, 0), ops.a)
     ga = cute.local_tile(shifted, (gemm.tile_rows, BLOCK), (0, None))
@@ -140,6 +169,11 @@ def produce_tile(
         *(ops.atom_a, place[1], cute.make_layout(gemm.cluster_cols)),
         *(cute.group_modes(ring.a, 0, 2), cute.group_modes(ga, 0, 2)),
     )
+    if cutlass.const_expr(gemm.scaled):
+        to_scales, from_scales = scale_windows(gemm, ops, ring, tile.row)
+    trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
+    with cute.arch.elect_one():
+        tell_tile(ring, stage, tile)
     for item in cutlass.range_constexpr(gemm.passes):
         n_tile = tile.expert * (gemm.n // BLOCK) + (tile.column * gemm.passes + item) * gemm.halves
         to_b, from_b = weight_tiles(gemm, ops.atom_b, ops.b, ring, n_tile, place[0], gemm.cluster_rows)
@@ -148,8 +182,19 @@ def produce_tile(
         for kb in cutlass.range(gemm.k_blocks, unroll=1):
             full = ring.full + stage
             trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, gemm.stage_bytes)
+            if cutlass.const_expr(gemm.scaled):
+                expected = Int32(gemm.stage_bytes)
+                if kb % WINDOW == 0:
+                    expected += gemm.window_bytes
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, expected)
+                if kb % WINDOW == 0:
+                    slot = window_slot(gemm, window + item * gemm.windows, kb)
+                    source = from_scales[(None, kb // WINDOW)]
+                    cute.copy(ops.scales[0], source, to_scales[(None, slot)], tma_bar_ptr=full)
+            else:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, gemm.stage_bytes)
             if cutlass.const_expr(gemm.cluster_cols == 1):
                 cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full)
             else:
@@ -169,38 +214,27 @@ def produce_tile(
 @cute.jit
 def produce_scales(
     gemm: cutlass.Constexpr,
-    scales: Scales,
+    w_scale: Int64,
     ring: Ring,
     tile: Tile,
     stage: Int32,
     phase: Int32,
+    window: Int32,
     pen: trace.Tracer | None,
 ) -> tuple[Int32, Int32]:
-    """Scale warp, all lanes: copy the scales of every K block of a work item. Returns the ring state after it.
+    """Scale warp, all lanes: copy the weight scales of every K block of a work item. Returns the ring state after it.
 
-    Rows past the expert's end take those of its last row: their results are never stored.
+    w_scale: address of fp32 [experts, n / 128, k_blocks]. window: not used, see produce_tile.
     """
     lane = cute.arch.lane_idx()
-    groups = BLOCK // gemm.group
-    rows = []
-    for i in cutlass.range_constexpr(gemm.tile_rows // 32):
-        row = cutlass.min(tile.row + 32 * i + lane, tile.end - 1)
-        rows.append(scales.rows + Int64(row) * gemm.pitch)
     block = tile.expert * (gemm.n // BLOCK) + tile.column * (gemm.passes * gemm.halves) // gemm.scale_tiles
-    weight = scales.weights + Int64(block + cutlass.min(lane, gemm.w_scales - 1) * gemm.scale_step) * (
-        4 * gemm.k_blocks
-    )
+    source = w_scale + Int64(block + lane * gemm.scale_step) * (4 * gemm.k_blocks)
     for _ in cutlass.range_constexpr(gemm.passes):
         for kb in cutlass.range(gemm.k_blocks, unroll=1):
             trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
-            to = scale_at(gemm, ring, stage) + 4 * lane
-            for i in cutlass.range_constexpr(gemm.tile_rows // 32):
-                for g in cutlass.range_constexpr(groups):
-                    source = rows[i] + Int64(kb) * (4 * groups) + 4 * g
-                    prims.copy_async_4(to + 4 * (g * gemm.tile_rows + 32 * i), source)
             if lane < gemm.w_scales:
-                prims.copy_async_4(to + 4 * groups * gemm.tile_rows, weight + Int64(kb) * 4)
-            prims.copy_async_arrive(prims.smem_addr(ring.full + stage))
+                prims.copy_async_4(w_scale_at(ring, stage) + 4 * lane, source + Int64(kb) * 4)
+                prims.copy_async_arrive(prims.smem_addr(ring.full + stage))
             stage, phase = advance(gemm, stage, phase)
     return stage, phase
 
@@ -221,6 +255,8 @@ def start(gemm: cutlass.Constexpr, ops: Operands, expert_start: Int64) -> tuple[
         cpasync.prefetch_descriptor(ops.atom_b)
         if cutlass.const_expr(gemm.cluster_rows > 1):
             cpasync.prefetch_descriptor(ops.alone[0])
+        if cutlass.const_expr(gemm.scaled):
+            cpasync.prefetch_descriptor(ops.scales[0])
         with cute.arch.elect_one():
             init_ring(gemm, ring)
     meet(gemm)
@@ -241,25 +277,26 @@ def meet(gemm: cutlass.Constexpr):
 def produce_all(
     gemm: cutlass.Constexpr,
     produce: cutlass.Constexpr,
-    source: Operands | Scales,
+    source: Operands | Int64,
     ring: Ring,
     schedule: Schedule,
     role: cutlass.Constexpr,
     phase: cutlass.Constexpr,
     pen: trace.Tracer | None,
 ):
-    """A producer warp's whole life: `produce` (produce_tile, produce_scales) of every tile of this CTA.
+    """A producer warp's whole life: `produce` (produce_tile, produce_scales) from source of every tile of this CTA.
 
     role, phase: under which pen records each tile.
     """
-    stage, parity = Int32(0), Int32(0)
+    stage, parity, window = Int32(0), Int32(0), Int32(0)
     index, step = first_item(gemm)
     total = total_tiles(gemm, schedule)
     while index < total:
         tile = find_tile(gemm, schedule, index)
         since = trace.begin(pen)
-        stage, parity = produce(gemm, source, ring, tile, stage, parity, pen)
+        stage, parity = produce(gemm, source, ring, tile, stage, parity, window, pen)
         trace.end(pen, since, role, phase, tile.index)
+        window += gemm.passes * gemm.windows
         index += step
 
 
@@ -267,13 +304,14 @@ def produce_all(
 def producer_role(
     gemm: cutlass.Constexpr,
     ops: Operands,
-    scales: Scales,
+    w_scale: Int64,
     ring: Ring,
     schedule: Schedule,
     records: cutlass.Constexpr,
     buffer: Int64 | None,
 ):
-    """The producer warpgroup of a staged kernel: every tile of this CTA, by two of its warps.
+    """The producer warpgroup of a staged kernel: every tile of this CTA, by two of its warps. w_scale: block scales of
+    weights, as in produce_scales.
 
     records, buffer: see trace.tracer; slots of these warps come after those of the math warpgroups.
     """
@@ -285,7 +323,7 @@ def producer_role(
     if cutlass.const_expr(gemm.scaled):
         if warp == 1:
             pen = trace.tracer(records, buffer, Int32(gemm.warpgroups + 1), cute.arch.lane_idx() == 0)
-            produce_all(gemm, produce_scales, scales, ring, schedule, Role.SCALES, Phase.LOAD_SCALES, pen)
+            produce_all(gemm, produce_scales, w_scale, ring, schedule, Role.SCALES, Phase.LOAD_SCALES, pen)
             prims.copy_async_wait()  # before the warp ends
 
 

@@ -19,7 +19,7 @@ from cutlass.utils import hopper_helpers
 
 from ..config import BLOCK
 from . import prims, trace
-from .gemm_ring import FP8_TYPES, Ring, advance, release, scale_at, smem_layout
+from .gemm_ring import FP8_TYPES, Ring, advance, hear_tile, release, row_scale_at, smem_layout, w_scale_at
 from .gemm_tiles import WARPGROUP, Tile
 
 MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are allotted at launch
@@ -30,7 +30,8 @@ class MathThread(NamedTuple):
 
     acc [halves] and temp are fp32 [64]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
     half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views. row
-    counts from the tile's first row. zero and more are the MMA without and with accumulation. pen: see trace.py.
+    counts from the tile's first row. zero and more are the MMA without and with accumulation.
+    pen: see trace.py.
     """
 
     zero: cute.TiledMma
@@ -86,6 +87,13 @@ def make_math_thread(
     temp = cute.make_rmem_tensor(shape, Float32)
     pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
     return MathThread(zero, more, a, b, acc, sums, temp, thread // 32 * 16 + thread % 32 // 4, thread % 4, pen)
+
+
+@cute.jit
+def await_tile(ring: Ring, math: MathThread, stage: Int32, phase: Int32, index: Int32) -> Tile:
+    """Wait for the first stage of work item `index`, and learn from the producer what it is."""
+    trace.mbarrier_wait(math.pen, ring.full + stage, phase)
+    return hear_tile(ring, stage, index)
 
 
 @cute.jit
@@ -154,85 +162,89 @@ def sum_single(
 
 
 @cute.jit
-def load_factors(gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, factors: cute.Tensor):
-    """factors[2g + h, w] = scale of row half h in group g times weight scale w, of a stage that is full."""
-    scales = scale_at(gemm, ring, stage)
-    groups = BLOCK // gemm.group
-    weights = [prims.smem_ld_f32(scales + 4 * (groups * gemm.tile_rows + w)) for w in range(gemm.w_scales)]
-    for g in cutlass.range_constexpr(groups):
+def await_stage(
+    gemm: cutlass.Constexpr,
+    ring: Ring,
+    math: MathThread,
+    stage: Int32,
+    phase: Int32,
+    window: Int32,
+    kb: Int32,
+    factors: cute.Tensor,
+):
+    """Wait for K block kb in `stage` and read its scales, if any: factors[2g + h, w] = scale of row half h in group g
+    times weight scale w. window: as in sum_tile."""
+    trace.mbarrier_wait(math.pen, ring.full + stage, phase)
+    if cutlass.const_expr(gemm.scaled):
+        weights = [prims.smem_ld_f32(w_scale_at(ring, stage) + 4 * w) for w in range(gemm.w_scales)]
         for h in cutlass.range_constexpr(2):
-            row = prims.smem_ld_f32(scales + 4 * (g * gemm.tile_rows + 8 * h + math.row))
-            for w in cutlass.range_constexpr(gemm.w_scales):
-                factors[2 * g + h, w] = row * weights[w]
+            at = row_scale_at(gemm, ring, window, kb, math.row + 8 * h)
+            for g in cutlass.range_constexpr(gemm.groups):
+                row = prims.smem_ld_f32(at + 4 * g)
+                for w in cutlass.range_constexpr(gemm.w_scales):
+                    factors[2 * g + h, w] = row * weights[w]
 
 
 @cute.jit
-def await_stage(
-    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, factors: cute.Tensor
+def add_promoted(
+    gemm: cutlass.Constexpr, math: MathThread, factors: cute.Tensor, half: cutlass.Constexpr, g: cutlass.Constexpr
 ):
-    """Wait for a full stage and read its scales, if any, into `factors`."""
-    trace.mbarrier_wait(math.pen, ring.full + stage, phase)
-    if cutlass.const_expr(gemm.scaled):
-        load_factors(gemm, ring, math, stage, factors)
+    """acc of a half += temp, times the scales of group g in "block" mode."""
+    acc = math.acc[half]
+    if cutlass.const_expr(not gemm.scaled):
+        acc.store(acc.load() + math.temp.load())
+    else:
+        for chunk in cutlass.range_constexpr(16):
+            for i in cutlass.range_constexpr(4):
+                factor = factors[2 * g + i // 2, chunk % 2 if gemm.paired else half]
+                acc[4 * chunk + i] += math.temp[4 * chunk + i] * factor
 
 
 @cute.jit
 def sum_promoted(
-    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32
+    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, window: Int32
 ) -> tuple[Int32, Int32]:
     """acc = sum over K groups in fp32 registers, times scales in "block" mode. Returns the ring state after it.
 
-    With lookahead the next stage is awaited and its scales are read while the tensor cores run a stage's last
-    WGMMAs, so that only additions stand between two batches of them (tests/cpu/ring_model.py has this order too).
+    The next stage is awaited and its scales are read while the tensor cores run a stage's last WGMMAs, so that only
+    additions stand between two batches of them (tests/cpu/ring_model.py has this order too).
     """
-    groups = BLOCK // gemm.group if gemm.scaled else 1
+    groups = gemm.groups if gemm.scaled else 1
     factors = cute.make_rmem_tensor((2 * groups, gemm.w_scales), Float32)
+    following = cute.make_rmem_tensor_like(factors)
     for half in cutlass.range_constexpr(gemm.halves):
         math.acc[half].fill(0.0)
-    following = cute.make_rmem_tensor_like(factors)
-    if cutlass.const_expr(gemm.lookahead):
-        await_stage(gemm, ring, math, stage, phase, factors)
+    await_stage(gemm, ring, math, stage, phase, window, Int32(0), factors)
     for kb in cutlass.range(gemm.k_blocks, unroll=1):
-        if cutlass.const_expr(gemm.lookahead):
-            next_stage, next_phase = advance(gemm, stage, phase)
-        else:
-            trace.mbarrier_wait(math.pen, ring.full + stage, phase)
+        next_stage, next_phase = advance(gemm, stage, phase)
         for half in cutlass.range_constexpr(gemm.halves):
-            acc = math.acc[half]
             for g in cutlass.range_constexpr(groups):
                 warpgroup.fence()
                 multiply(math, math.temp, stage, stage * gemm.halves + half, 4 // groups * g, 4 // groups, False)
                 warpgroup.commit_group()
                 last = cutlass.const_expr(half == gemm.halves - 1 and g == groups - 1)
-                if cutlass.const_expr(gemm.lookahead):
-                    if cutlass.const_expr(last):
-                        if kb + 1 < gemm.k_blocks:
-                            await_stage(gemm, ring, math, next_stage, next_phase, following)
-                elif cutlass.const_expr(gemm.scaled and half == 0 and g == 0):
-                    load_factors(gemm, ring, math, stage, factors)
+                if cutlass.const_expr(last):
+                    if kb + 1 < gemm.k_blocks:
+                        await_stage(gemm, ring, math, next_stage, next_phase, window, kb + 1, following)
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(last):
                     release(gemm, ring, stage)
-                if cutlass.const_expr(not gemm.scaled):
-                    acc.store(acc.load() + math.temp.load())
-                else:
-                    for chunk in cutlass.range_constexpr(16):
-                        for i in cutlass.range_constexpr(4):
-                            factor = factors[2 * g + i // 2, chunk % 2 if gemm.paired else half]
-                            acc[4 * chunk + i] += math.temp[4 * chunk + i] * factor
-        if cutlass.const_expr(gemm.lookahead):
-            factors.store(following.load())
-            stage, phase = next_stage, next_phase
-        else:
-            stage, phase = advance(gemm, stage, phase)
+                add_promoted(gemm, math, factors, half, g)
+        factors.store(following.load())
+        stage, phase = next_stage, next_phase
     return stage, phase
 
 
 @cute.jit
-def sum_tile(gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
-    """The main loop of gemm.mode: math.acc = one pass of a work item. Returns the ring state after it."""
+def sum_tile(
+    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, window: Int32
+) -> tuple[Int32, Int32]:
+    """The main loop of gemm.mode: math.acc = one pass of a work item. Returns the ring state after it.
+
+    window: number of the pass' first window of row scales (gemm_tiles.window_slots).
+    """
     if cutlass.const_expr(gemm.mode == "single"):
         stage, phase = sum_single(gemm, ring, math, stage, phase)
     else:
-        stage, phase = sum_promoted(gemm, ring, math, stage, phase)
+        stage, phase = sum_promoted(gemm, ring, math, stage, phase, window)
     return stage, phase

@@ -14,10 +14,13 @@ from .. import wire
 from ..config import BLOCK, Knobs
 from ..errors import ConfigError
 from ..sched import tiles
+from ..sched.tiles import WINDOW
 from . import prims
 
 WARPGROUP = 128  # threads
 MOST_STAGES = 12
+W_SCALE_BYTES = 8  # of a stage: at most two
+TILE_BYTES = 16  # of a Tile as the producer tells it to math warps: expert, row, end, column
 SMEM_BYTES = 227 * 1024  # what one CTA of sm_90 may use (CUDA C programming guide, compute capabilities)
 
 
@@ -31,7 +34,7 @@ class GemmSpec:
     halves: weight tiles that a work item multiplies with the rows at once, 1 or 2. passes: how often it does,
     one after another. mma_cols: columns of one WGMMA, those of a weight tile or of both halves ("single").
     cluster_rows, cluster_cols: CTAs of a cluster down and across, 1 or 2 each; CTA r of it has
-    row r // cluster_cols and column r % cluster_cols. lookahead: math warps await the next stage under WGMMAs.
+    row r // cluster_cols and column r % cluster_cols.
     """
 
     experts: int
@@ -47,7 +50,6 @@ class GemmSpec:
     mma_cols: int
     cluster_rows: int
     cluster_cols: int
-    lookahead: bool
     tile_rows: int
     stages: int
 
@@ -92,9 +94,24 @@ class GemmSpec:
         return 2 if self.paired else 1
 
     @property
-    def scale_floats(self) -> int:
-        """Scales of a stage: [groups, tile_rows] of rows, w_scales of weights, up to a multiple of 16 bytes."""
-        return stage_scales(self.tile_rows, self.group, self.w_scales) if self.scaled else 0
+    def groups(self) -> int:
+        """Row scales of a K block."""
+        return BLOCK // self.group
+
+    @property
+    def windows(self) -> int:
+        """Windows of one pass over k: WINDOW K blocks each, whose row scales one TMA brings; the last may be short."""
+        return tiles.ceil_div(self.k_blocks, WINDOW)
+
+    @property
+    def window_bytes(self) -> int:
+        """Shared memory of a window's row scales, fp32 [tile_rows, WINDOW * groups]."""
+        return 4 * self.tile_rows * WINDOW * self.groups if self.scaled else 0
+
+    @property
+    def window_slots(self) -> int:
+        """Windows that shared memory holds, a power of two."""
+        return tiles.window_slots(self.k_blocks, self.stages) if self.scaled else 0
 
     @property
     def warpgroups(self) -> int:
@@ -108,23 +125,20 @@ class GemmSpec:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes that TMA brings to one stage."""
+        """Bytes that TMA brings to one stage, row scales left out."""
         return (self.tile_rows + BLOCK * self.halves) * BLOCK
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of the staged kernel: a ring (stages, scales, two barriers each) and a Schedule."""
-        return self.stages * (self.stage_bytes + 4 * self.scale_floats + 16) + 8 * (self.experts + 1)
+        """Shared memory of the staged kernel: a ring (stages with two barriers, a tile and weight scales each, and
+        windows of row scales) and a Schedule."""
+        stage = self.stage_bytes + 16 + TILE_BYTES + (W_SCALE_BYTES if self.scaled else 0)
+        return self.stages * stage + self.window_slots * self.window_bytes + 8 * (self.experts + 1)
 
     @property
     def searches(self) -> int:
         """Steps of find_tile's binary search."""
         return wire.search_steps(self.experts + 1)
-
-
-def stage_scales(tile_rows: int, group: int, w_scales: int) -> int:
-    """GemmSpec.scale_floats of block scales."""
-    return -(-(BLOCK // group * tile_rows + w_scales) // 4) * 4
 
 
 def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
@@ -135,9 +149,8 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     halves = knobs.tile_cols // BLOCK
     passes = fixed.pop("passes") // halves or 1
     clusters = dict(cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols)
-    lookahead = bool(knobs.lookahead) and fixed["mode"] != "single"  # there, it is always so
     shape = dict(halves=halves, passes=passes, mma_cols=knobs.mma_cols, tile_rows=knobs.tile_rows)
-    shape |= dict(lookahead=lookahead, **clusters)
+    shape |= clusters
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
     if spec.n % spec.columns:
         raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")

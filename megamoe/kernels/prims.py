@@ -364,6 +364,19 @@ def smem_st(addr: Int32, value: Int32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def smem_ld_v4(addr: Int32, *, loc=None, ip=None) -> tuple[Int32, Int32, Int32, Int32]:
+    """Load 16 bytes from shared memory, as four int32."""
+    return _asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", ["i32"] * 4, [Int32(addr)], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def smem_st_v4(addr: Int32, a: Int32, b: Int32, c: Int32, d: Int32, *, loc=None, ip=None) -> None:
+    """Store 16 bytes to shared memory."""
+    args = [Int32(addr), Int32(a), Int32(b), Int32(c), Int32(d)]
+    _asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", [], args, loc=loc, ip=ip)
+
+
+@dsl_user_op
 def smem_ld_i64(addr: Int32, *, loc=None, ip=None) -> Int64:
     """Load an int64 from shared memory."""
     return _asm("ld.shared.b64 $0, [$1];", ["i64"], [Int32(addr)], loc=loc, ip=ip)

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from ..config import Knobs, MoEConfig
 
-SMALL = Knobs(tile_rows=64)
-"""Weights bound the time, and 64-row tiles waste least."""
+# Knobs are made here once: a forward only picks.
+SMALL, SMALL_PAIRS = (Knobs(tile_rows=64, cluster_rows=pair) for pair in (1, 2))
+"""64-row tiles, which waste least where weights bound the time. Pairs of CTAs share the weights of an expert that got
+more rows than a tile has."""
+
+NARROW = Knobs()
+WIDE, PAIRS = (Knobs(tile_cols=256, cluster_rows=pair) for pair in (1, 2))
+"""128-row tiles, of 256 columns where the shape allows, and shared weights where it allows that too."""
+
+WIDE_SINGLE, PAIRS_SINGLE = (Knobs(tile_cols=256, mma_cols=256, cluster_rows=pair) for pair in (1, 2))
+"""The same for a single accumulator."""
 
 
-NARROW, WIDE, PAIRS = (Knobs(tile_cols=columns, cluster_cols=pair) for columns, pair in ((128, 1), (256, 1), (256, 2)))
-"""128-row tiles, from one column tile a CTA to two CTAs side by side. Made here: a forward only picks."""
+def _in_pairs(cfg: MoEConfig, columns: int) -> bool:
+    """Whether both GEMMs have an even number of tiles of so many columns (FC1's are never narrower than 256 here)."""
+    return cfg.intermediate % 256 == 0 and cfg.hidden % (2 * columns) == 0
+
+
+def small(cfg: MoEConfig) -> Knobs:
+    """64-row tiles, in pairs where the shape allows."""
+    return SMALL_PAIRS if _in_pairs(cfg, 128) else SMALL
 
 
 def large(cfg: MoEConfig) -> Knobs:
     """128-row tiles, as wide and in as large clusters as the shape allows: less of each operand is read again."""
     if cfg.hidden % 256:
         return NARROW
-    columns = (2 * cfg.intermediate // 256, cfg.hidden // 256)
-    return PAIRS if all(n % 2 == 0 for n in columns) else WIDE
+    if cfg.accum == "single":
+        return PAIRS_SINGLE if _in_pairs(cfg, 256) else WIDE_SINGLE
+    return PAIRS if _in_pairs(cfg, 256) else WIDE
 
 
 def expected_rows(cfg: MoEConfig, world_size: int, tokens: int) -> float:
@@ -27,9 +43,9 @@ def expected_rows(cfg: MoEConfig, world_size: int, tokens: int) -> float:
 
 def candidates(cfg: MoEConfig) -> tuple[Knobs, ...]:
     """Every Knobs that choose_knobs can return; warmup compiles them all."""
-    return (SMALL, large(cfg))
+    return (small(cfg), large(cfg))
 
 
 def choose_knobs(cfg: MoEConfig, world_size: int, tokens: int) -> Knobs:
     """64-row tiles while experts get at most 64 rows on average, else 128-row tiles."""
-    return SMALL if expected_rows(cfg, world_size, tokens) <= 64 else large(cfg)
+    return small(cfg) if expected_rows(cfg, world_size, tokens) <= 64 else large(cfg)

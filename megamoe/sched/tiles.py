@@ -11,12 +11,17 @@ of a wave stay in L2.
 A cluster takes work items of one tile a CTA. Along the columns it always covers neighbouring column tiles. With two
 rows of CTAs it covers two row tiles as well (split_pairs); a strip's odd last row tile it runs as twice as many
 column tiles, so that no CTA ever idles for it.
+
+Scales of rows travel by WINDOW K blocks (kernels/gemm_ring.py).
 """
 
 from __future__ import annotations
 
 STRIP = 16
 """Row tiles of a strip, an even number: 132 CTAs then cover 16 row tiles times 8 column tiles."""
+
+WINDOW = 4
+"""K blocks of a window: their scales of one row are 16 bytes or more, the least that TMA copies."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -65,3 +70,17 @@ def split_pairs(local: int, m_tiles: int, n_tiles: int, cols: int, rank: int) ->
     m = stacked * (2 * (inner % across) + rank // cols) + single * (rows - 1)
     n = stacked * (inner // across * cols + rank % cols) + single * (after * (2 * cols) + rank)
     return first + m, n, stacked
+
+
+def window_slots(k_blocks: int, stages: int) -> int:
+    """Slots for windows of row scales, so that no wait but the ring's own is needed: a power of two.
+
+    Before the producer loads K block n of all that a CTA ever loads, everybody has released block n - stages. So the
+    slot of a window is free if that block is past the window, thus if `slots` windows on from it begin at least
+    `stages` blocks after its last one. Windows repeat with each pass over k_blocks.
+    """
+    lengths = [min(WINDOW, k_blocks - first) for first in range(0, k_blocks, WINDOW)]
+    slots = 1
+    while any(1 + sum(lengths[(w + i) % len(lengths)] for i in range(1, slots)) < stages for w in range(len(lengths))):
+        slots *= 2
+    return slots

@@ -5,7 +5,7 @@ Agents take steps in any order; a step is possible when its barrier's phase is. 
 any CTA of the cluster loads into it; with block scales one more arrival, when the scale warp's copies are there) and
 `empty` (one arrival a math warpgroup of every CTA of the cluster), both with a parity that waiters poll. Loads, copies
 and arrivals land at any time after they were issued, in any order. Warps stand for their lanes: the scale warp arrives
-once, not 32 times, and a math warpgroup once, not four times.
+once, not for each scale, and a math warpgroup once, not four times.
 
 Rules that the test holds: a part is never written over a stage that a warpgroup may still read, a warpgroup
 never reads a part of another K block, and everybody gets to the end.
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from megamoe.sched.tiles import WINDOW
 
 
 @dataclass
@@ -51,9 +53,10 @@ class Shape:
     """stages: of the ring. k_blocks: that every warpgroup consumes. rows, cols: CTAs of the cluster.
 
     warpgroups: of a CTA. alone: bit k is set where every row of CTAs loads all weights of K block k itself (tiles of an
-    odd last row tile). lookahead: math awaits the next stage before it releases one. scaled: a scale warp fills stages
-    too. counted and full: arrivals that `empty` and `full` count, those that there are unless a fault is planted.
-    patient: the scale warp waits for `empty`.
+    odd last row tile). scaled: a scale warp fills stages too. each: K blocks of a pass; with `slots` above 0 row scales
+    of up to WINDOW K blocks of a pass come with the first of them, into slots of their own. counted and full: arrivals
+    that `empty` and `full` count, those that there are unless a fault is planted. patient: the scale warp waits for
+    `empty`.
     """
 
     stages: int
@@ -62,8 +65,9 @@ class Shape:
     cols: int = 1
     warpgroups: int = 2
     alone: int = 0
-    lookahead: bool = False
     scaled: bool = False
+    each: int = 1
+    slots: int = 0
     counted: int | None = None
     full: int | None = None
     patient: bool = True
@@ -77,6 +81,11 @@ class Shape:
     def parts(self) -> int:
         """Parts of a stage that TMA brings."""
         return self.cols + self.rows
+
+    def window(self, kb: int) -> tuple[int, bool]:
+        """Number of the window of K block kb among all that a CTA loads, and whether the block is its first."""
+        item, inner = divmod(kb, self.each)
+        return item * -(-self.each // WINDOW) + inner // WINDOW, self.slots > 0 and inner % WINDOW == 0
 
 
 @dataclass
@@ -101,6 +110,7 @@ class Ring:
         full = 1 + shape.scaled if shape.full is None else shape.full
         self.shape = shape
         self.stages = [[Stage(Barrier(full), Barrier(counted)) for _ in range(shape.stages)] for _ in range(shape.ctas)]
+        self.windows = [[-1] * shape.slots for _ in range(shape.ctas)]
         self.flying: list[tuple[int, int, tuple[str, int], int]] = []
         self.done = 0
 
@@ -110,6 +120,11 @@ class Ring:
         stage = self.stages[cta][at]
         if part[0] == "e":
             stage.empty.arrive()
+            return
+        if part[0] == "w":
+            window, _ = self.shape.window(kb)
+            self.windows[cta][window % self.shape.slots] = window
+            stage.full.land()
             return
         if stage.readers:
             raise Broken(f"CTA {cta} stage {at}: K block {kb} lands while {stage.readers} warpgroups read")
@@ -134,8 +149,11 @@ class Ring:
             stage = self.stages[cta][at]
             while not stage.empty.passed(phase ^ 1):
                 yield False
-            stage.full.arrive(shape.parts)
+            _, begins = shape.window(kb)
+            stage.full.arrive(shape.parts + begins)
             yield True
+            if begins:
+                self.flying.append((cta, at, ("w", 0), kb))
             for peer in range(shape.cols):  # this CTA's part of A, to its row
                 self.flying.append((row * shape.cols + peer, at, ("a", col), kb))
             yield True
@@ -168,7 +186,7 @@ class Ring:
             self._check(stage, kb, cta, at)
             yield True
             following = self._advance(at, phase)
-            if shape.lookahead and kb + 1 < shape.k_blocks:
+            if kb + 1 < shape.k_blocks:
                 while not self.stages[cta][following[0]].full.passed(following[1]):
                     yield False
             self._check(stage, kb, cta, at)
@@ -176,15 +194,15 @@ class Ring:
             self.flying += [(other, at, ("e", 0), kb) for other in range(shape.ctas)]
             yield True
             at, phase = following
-            if not shape.lookahead and kb + 1 < shape.k_blocks:
-                while not self.stages[cta][at].full.passed(phase):
-                    yield False
         self.done += 1
 
     def _check(self, stage: Stage, kb: int, cta: int, at: int) -> None:
         parts = self.shape.parts + self.shape.scaled
         if len(stage.holds) != parts or set(stage.holds.values()) != {kb}:
             raise Broken(f"CTA {cta} stage {at}: K block {kb} wanted, the stage holds {stage.holds}")
+        window, _ = self.shape.window(kb)
+        if self.shape.slots and self.windows[cta][window % self.shape.slots] != window:
+            raise Broken(f"CTA {cta}: window {window} wanted, slots hold {self.windows[cta]}")
 
     def _advance(self, at: int, phase: int) -> tuple[int, int]:
         return (0, phase ^ 1) if at + 1 == self.shape.stages else (at + 1, phase)

@@ -59,6 +59,7 @@ def test_catalog_has_every_kernel_and_mode() -> None:
                     for s in found
                     if (s.gemm.fp8, s.gemm.tile_rows, s.gemm.halves * 128)
                     == (cfg.fp8, knobs.tile_rows, knobs.tile_cols)
+                    and s.gemm.mma_cols == knobs.mma_cols
                     and (s.gemm.cluster_rows, s.gemm.cluster_cols) == (knobs.cluster_rows, knobs.cluster_cols)
                     and s.gemm.mode == ("block" if cfg.scale == "block" else cfg.accum)
                     and s.weighted == (cfg.route_weight == ("activation" if kind is FC1Spec else "output"))

@@ -36,8 +36,8 @@ def test_knobs_are_among_the_warmed_up_ones(experts, world_size, tokens, top_k):
 
 def test_few_rows_take_small_tiles():
     cfg = MoEConfig(7168, 2048, 256, 8, 8192)
-    assert heuristics.choose_knobs(cfg, 1, 8) == heuristics.SMALL
-    assert heuristics.choose_knobs(cfg, 8, 8192) == Knobs(tile_rows=128, tile_cols=256, cluster_cols=2)
+    assert heuristics.choose_knobs(cfg, 1, 8) == Knobs(tile_rows=64, cluster_rows=2)
+    assert heuristics.choose_knobs(cfg, 8, 8192) == Knobs(tile_rows=128, tile_cols=256, cluster_rows=2)
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,15 @@ def test_few_rows_take_small_tiles():
 def test_tiles_follow_the_shape(hidden, intermediate, want):
     cfg = MoEConfig(hidden, intermediate, 256, 8, 8192)
     knobs = heuristics.large(cfg)
-    assert (knobs.tile_cols, knobs.cluster_cols) == want
+    assert (knobs.tile_cols, knobs.cluster_rows) == want
+    single = heuristics.large(MoEConfig(hidden, intermediate, 256, 8, 8192, scale="tensor", accum="single"))
+    assert single == replace(knobs, mma_cols=want[0])
+    check_knobs(cfg, 8, Knobs(tile_rows=64))
     for chosen in heuristics.candidates(cfg):
         check_knobs(cfg, 8, chosen)
     if want == (256, 1):
-        with pytest.raises(ConfigError, match=r"cluster_cols = 2: .*column tiles"):
-            check_knobs(cfg, 8, Knobs(tile_cols=256, cluster_cols=2))
+        with pytest.raises(ConfigError, match=r"cluster_rows = 2: .*column tiles"):
+            check_knobs(cfg, 8, Knobs(tile_cols=256, cluster_rows=2))
     if want[0] == 128:
         with pytest.raises(ConfigError, match=r"tile_cols = 256: .*fc2"):
             check_knobs(cfg, 8, Knobs(tile_cols=256))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megamoe.sched import tiles
 from tests.cpu.ring_model import Broken, Shape, run
 
 SHAPES = st.builds(
@@ -18,8 +20,8 @@ SHAPES = st.builds(
     cols=st.integers(1, 2),
     warpgroups=st.integers(1, 2),
     alone=st.integers(0, 1 << 12),
-    lookahead=st.booleans(),
     scaled=st.booleans(),
+    each=st.integers(1, 12),
 )
 
 
@@ -31,7 +33,20 @@ def choices(seed: int, eager: float):
 
 @given(SHAPES, st.integers(0, 1 << 32), st.sampled_from([0.0, 0.5, 0.95]))
 def test_every_order_ends_well(shape: Shape, seed: int, eager: float) -> None:
+    if shape.scaled:
+        shape = replace(shape, slots=tiles.window_slots(shape.each, shape.stages))
     run(shape, choices(seed, eager))
+
+
+@pytest.mark.parametrize("each", [1, 3, 4, 6, 16])
+@pytest.mark.parametrize("stages", [4, 6, 9])
+def test_half_as_many_slots_for_windows_are_found(stages: int, each: int) -> None:
+    slots = tiles.window_slots(each, stages)
+    shape = Shape(stages=stages, k_blocks=24, each=each, scaled=True, slots=slots)
+    run(shape, choices(1, 0.5))
+    with pytest.raises(Broken, match="window"):
+        for seed in range(200):
+            run(replace(shape, slots=slots // 2), choices(seed, 0.5))
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -55,10 +70,10 @@ def test_a_careless_scale_warp_is_found(eager: float, fault: dict) -> None:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_lookahead_over_a_single_stage_is_found(scaled: bool) -> None:
-    """It would wait for the stage that it holds."""
+def test_a_single_stage_is_found(scaled: bool) -> None:
+    """Math warps await the next stage before they release one, so they would wait for the stage that they hold."""
     with pytest.raises(Broken, match="nobody can go on"):
-        run(Shape(stages=1, k_blocks=2, lookahead=True, scaled=scaled), choices(1, 0.0))
+        run(Shape(stages=1, k_blocks=2, scaled=scaled), choices(1, 0.0))
 
 
 @pytest.mark.parametrize(
