@@ -87,10 +87,12 @@ def fc1_tile(
     stage: Int32,
     phase: Int32,
     window: Int32,
+    since: Int64 | None,
 ):
     """Math warps: one work item from stages to activation records. Returns the ring state after it.
 
-    window: as in gemm_main.sum_tile. Addresses as in FC1.ARGS. load_scale(address) reads an fp32 scale.
+    window: as in gemm_main.sum_tile. since: when the item began (trace.begin). Addresses as in FC1.ARGS.
+    load_scale(address) reads an fp32 scale.
     """
     gemm = spec.gemm
     items = gemm.passes * gemm.halves
@@ -105,7 +107,6 @@ def fc1_tile(
         weights = tuple(load_scale(gemm_epilogue.row_address(pool_weight, 4, row)) for row in safe)
     values = cute.make_rmem_tensor(32 * items, Float32)
     for item in cutlass.range_constexpr(gemm.passes):
-        since = trace.begin(math.pen)
         stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase, window + item * gemm.windows)
         since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
         for half in cutlass.range_constexpr(gemm.halves):
@@ -177,6 +178,7 @@ class FC1:
             index, step = gemm_tiles.first_item(gemm)
             total = gemm_tiles.total_tiles(gemm, schedule)
             while index < total:
+                since = trace.begin(math.pen)
                 tile = gemm_main.await_tile(ring, math, stage, phase, index)
                 stage, phase = fc1_tile(
                     spec,
@@ -193,6 +195,7 @@ class FC1:
                     stage,
                     phase,
                     window,
+                    since,
                 )
                 window += gemm.passes * gemm.windows
                 index += step

@@ -57,11 +57,12 @@ def fc2_tile(
     stage: Int32,
     phase: Int32,
     window: Int32,
+    since: Int64 | None,
 ):
     """Math warps: one work item from stages to bf16 rows. Returns the ring state after it.
 
     Addresses as in FC2.ARGS; dests: the bf16 rows [H] of this thread's two rows, stored to when live. window: as in
-    gemm_main.sum_tile. load_scale(address) reads an fp32 scale.
+    gemm_main.sum_tile. since: when the item began (trace.begin). load_scale(address) reads an fp32 scale.
     """
     gemm = spec.gemm
     mine = gemm_main.thread_rows(math, tile)
@@ -73,7 +74,6 @@ def fc2_tile(
     if cutlass.const_expr(not gemm.scaled):
         factor = act_scale * load_scale(w_scale + Int64(tile.expert) * 4)
         factors = tuple(factor * f for f in factors) if spec.weighted else (factor, factor)
-    since = trace.begin(math.pen)
     stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase, window)
     since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
     for half in cutlass.range_constexpr(gemm.halves):
@@ -127,6 +127,7 @@ class FC2:
             index, step = gemm_tiles.first_item(gemm)
             total = gemm_tiles.total_tiles(gemm, schedule)
             while index < total:
+                since = trace.begin(math.pen)
                 tile = gemm_main.await_tile(ring, math, stage, phase, index)
                 mine = gemm_main.thread_rows(math, tile)
                 dests = tuple(gemm_epilogue.row_address(y, 2 * gemm.n, row) for row in mine)
@@ -143,6 +144,7 @@ class FC2:
                     stage,
                     phase,
                     window,
+                    since,
                 )
                 window += gemm.passes * gemm.windows
                 index += step
