@@ -86,7 +86,8 @@ def make_math_thread(
         acc = tuple(cute.make_tensor(sums[0].iterator + 64 * half, cute.make_layout(64)) for half in range(gemm.halves))
     temp = cute.make_rmem_tensor(shape, Float32)
     pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
-    return MathThread(zero, more, a, b, acc, sums, temp, thread // 32 * 16 + thread % 32 // 4, thread % 4, pen)
+    row = prims.keep(thread // 32 * 16 + thread % 32 // 4)
+    return MathThread(zero, more, a, b, acc, sums, temp, row, thread % 4, pen)
 
 
 @cute.jit
@@ -161,6 +162,14 @@ def sum_single(
     return stage, phase
 
 
+class Scales(NamedTuple):
+    """Block scales of a K block as a math thread reads them: rows fp32 [2 * groups], of row half h in group g at
+    2g + h; weights fp32 [w_scales]."""
+
+    rows: cute.Tensor
+    weights: cute.Tensor
+
+
 @cute.jit
 def await_stage(
     gemm: cutlass.Constexpr,
@@ -170,19 +179,25 @@ def await_stage(
     phase: Int32,
     window: Int32,
     kb: Int32,
-    factors: cute.Tensor,
+    scales: Scales,
 ):
-    """Wait for K block kb in `stage` and read its scales, if any: factors[2g + h, w] = scale of row half h in group g
-    times weight scale w. window: as in sum_tile."""
+    """Wait for K block kb in `stage` and start to read its scales, if any. window: as in sum_tile."""
     trace.mbarrier_wait(math.pen, ring.full + stage, phase)
     if cutlass.const_expr(gemm.scaled):
-        weights = [prims.smem_ld_f32(w_scale_at(ring, stage) + 4 * w) for w in range(gemm.w_scales)]
+        for w in cutlass.range_constexpr(gemm.w_scales):
+            scales.weights[w] = prims.smem_ld_f32(w_scale_at(ring, stage) + 4 * w)
         for h in cutlass.range_constexpr(2):
             at = row_scale_at(gemm, ring, window, kb, math.row + 8 * h)
             for g in cutlass.range_constexpr(gemm.groups):
-                row = prims.smem_ld_f32(at + 4 * g)
-                for w in cutlass.range_constexpr(gemm.w_scales):
-                    factors[2 * g + h, w] = row * weights[w]
+                scales.rows[2 * g + h] = prims.smem_ld_f32(at + 4 * g)
+
+
+@cute.jit
+def multiply_scales(gemm: cutlass.Constexpr, scales: Scales, factors: cute.Tensor):
+    """factors[2g + h, w] = scale of row half h in group g times weight scale w."""
+    for i in cutlass.range_constexpr(2 * gemm.groups):
+        for w in cutlass.range_constexpr(gemm.w_scales):
+            factors[i, w] = scales.rows[i] * scales.weights[w]
 
 
 @cute.jit
@@ -194,10 +209,13 @@ def add_promoted(
     if cutlass.const_expr(not gemm.scaled):
         acc.store(acc.load() + math.temp.load())
     else:
-        for chunk in cutlass.range_constexpr(16):
-            for i in cutlass.range_constexpr(4):
-                factor = factors[2 * g + i // 2, chunk % 2 if gemm.paired else half]
-                acc[4 * chunk + i] += math.temp[4 * chunk + i] * factor
+        step = 2 if gemm.paired else 1
+        for h in cutlass.range_constexpr(2):  # all additions of a factor in a row: operands are read less often
+            for first in cutlass.range_constexpr(step):
+                factor = factors[2 * g + h, first if gemm.paired else half]
+                for chunk in cutlass.range_constexpr(first, 16, step):
+                    for i in cutlass.range_constexpr(4 * chunk + 2 * h, 4 * chunk + 2 * h + 2):
+                        acc[i] += math.temp[i] * factor
 
 
 @cute.jit
@@ -206,15 +224,16 @@ def sum_promoted(
 ) -> tuple[Int32, Int32]:
     """acc = sum over K groups in fp32 registers, times scales in "block" mode. Returns the ring state after it.
 
-    The next stage is awaited and its scales are read while the tensor cores run a stage's last WGMMAs, so that only
-    additions stand between two batches of them (tests/cpu/ring_model.py has this order too).
+    The next stage is awaited and its scales are read while the tensor cores run a stage's last WGMMAs; they are
+    multiplied only under the next stage's first WGMMAs, when they have arrived. So nothing but additions stands between
+    two batches (tests/cpu/ring_model.py has this order too).
     """
     groups = gemm.groups if gemm.scaled else 1
     factors = cute.make_rmem_tensor((2 * groups, gemm.w_scales), Float32)
-    following = cute.make_rmem_tensor_like(factors)
+    scales = Scales(cute.make_rmem_tensor(2 * groups, Float32), cute.make_rmem_tensor(gemm.w_scales, Float32))
     for half in cutlass.range_constexpr(gemm.halves):
         math.acc[half].fill(0.0)
-    await_stage(gemm, ring, math, stage, phase, window, Int32(0), factors)
+    await_stage(gemm, ring, math, stage, phase, window, Int32(0), scales)
     for kb in cutlass.range(gemm.k_blocks, unroll=1):
         next_stage, next_phase = advance(gemm, stage, phase)
         for half in cutlass.range_constexpr(gemm.halves):
@@ -222,15 +241,16 @@ def sum_promoted(
                 warpgroup.fence()
                 multiply(math, math.temp, stage, stage * gemm.halves + half, 4 // groups * g, 4 // groups, False)
                 warpgroup.commit_group()
+                if cutlass.const_expr(gemm.scaled and half == 0 and g == 0):
+                    multiply_scales(gemm, scales, factors)
                 last = cutlass.const_expr(half == gemm.halves - 1 and g == groups - 1)
                 if cutlass.const_expr(last):
                     if kb + 1 < gemm.k_blocks:
-                        await_stage(gemm, ring, math, next_stage, next_phase, window, kb + 1, following)
+                        await_stage(gemm, ring, math, next_stage, next_phase, window, kb + 1, scales)
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(last):
                     release(gemm, ring, stage)
                 add_promoted(gemm, math, factors, half, g)
-        factors.store(following.load())
         stage, phase = next_stage, next_phase
     return stage, phase
 

@@ -342,6 +342,12 @@ def fabs(a: Float32, *, loc=None, ip=None) -> Float32:
     return _asm("abs.f32 $0, $1;", ["f32"], [Float32(a)], pure=True, loc=loc, ip=ip)
 
 
+@dsl_user_op
+def keep(value: Int32, *, loc=None, ip=None) -> Int32:
+    """The value, in a register from here on; ptxas may otherwise compute it again, from %tid, wherever it is used."""
+    return _asm("mov.b32 $0, $1;", ["i32"], [Int32(value)], loc=loc, ip=ip)
+
+
 # ---- shared memory by 32-bit address --------------------------------------------------------------
 
 
