@@ -48,7 +48,6 @@ LOOKS = {
     Phase.COPY: Look("copy rows", "#e69f00", "bytes of a row"),
     Phase.DRAIN: Look("end of own writes", "#dd7788", "its own writes", True),
     Phase.LOAD: Look("issue TMA loads", "#d55e00", "an empty stage"),
-    Phase.LOAD_SCALES: Look("issue copies of scales", "#f0e442", "an empty stage"),
     Phase.MAIN_LOOP: Look("main loop", "#0072b2", "a full stage"),
     Phase.ACTIVATE: Look("SwiGLU", "#44aa99"),
     Phase.STORE: Look("epilogue's stores", "#56b4e9"),
@@ -56,7 +55,7 @@ LOOKS = {
     Phase.FINISH: Look("end the forward", "#777777", MEETING, True),
 }
 
-ROLES = {Role.CTA: "all warps", Role.COPIER: "copier", Role.TMA: "TMA", Role.SCALES: "scales", Role.MATH: "math"}
+ROLES = {Role.CTA: "all warps", Role.COPIER: "copier", Role.TMA: "TMA", Role.MATH: "math"}
 
 TOP = 4
 """Phases that a cell of the table names."""

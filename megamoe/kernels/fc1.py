@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import wire
 from ..config import BLOCK, Knobs, MoEConfig
 from ..errors import ConfigError
-from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_tiles, prims, rows, trace
+from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_scales, gemm_tiles, prims, rows, trace
 from .trace import Phase, Role
 
 
@@ -86,12 +86,12 @@ def fc1_tile(
     act_scale: Float32,
     stage: Int32,
     phase: Int32,
-    window: Int32,
+    item: Int32,
     since: Int64 | None,
 ):
     """Math warps: one work item from stages to activation records. Returns the ring state after it.
 
-    window: as in gemm_main.sum_tile. since: when the item began (trace.begin). Addresses as in FC1.ARGS.
+    item: the CTA's number of it, from 0. since: when the item began (trace.begin). Addresses as in FC1.ARGS.
     load_scale(address) reads an fp32 scale.
     """
     gemm = spec.gemm
@@ -106,11 +106,14 @@ def fc1_tile(
     if cutlass.const_expr(spec.weighted):
         weights = tuple(load_scale(gemm_epilogue.row_address(pool_weight, 4, row)) for row in safe)
     values = cute.make_rmem_tensor(32 * items, Float32)
-    for item in cutlass.range_constexpr(gemm.passes):
-        stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase, window + item * gemm.windows)
-        since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
+    for number in cutlass.range_constexpr(gemm.passes):
+        place = gemm_scales.place(gemm, ring.scales, tile, item, number, math.row) if gemm.scaled else None
+        stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, place)
         for half in cutlass.range_constexpr(gemm.halves):
-            at = item * gemm.halves + half
+            if cutlass.const_expr(half == gemm.early):
+                stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
+                since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
+            at = number * gemm.halves + half
             if cutlass.const_expr(spec.keep_preactivation):
                 dests = tuple(gemm_epilogue.row_address(kept, spec.kept_pitch, row) for row in mine)
                 gemm_epilogue.store_preactivation(
@@ -169,12 +172,12 @@ class FC1:
         spec, gemm = self.spec, self.spec.gemm
         ring, schedule = gemm_load.start(gemm, ops, expert_start)
         if gemm_load.is_producer(gemm):
-            gemm_load.producer_role(gemm, ops, w_scale, ring, schedule, spec.trace, trace_at)
+            gemm_load.producer_role(gemm, ops, ring, schedule, spec.trace, trace_at)
         else:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
             math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
-            stage, phase, window = Int32(0), Int32(0), Int32(0)
+            stage, phase, item = Int32(0), Int32(0), Int32(0)
             index, step = gemm_tiles.first_item(gemm)
             total = gemm_tiles.total_tiles(gemm, schedule)
             while index < total:
@@ -194,10 +197,10 @@ class FC1:
                     act_scale,
                     stage,
                     phase,
-                    window,
+                    item,
                     since,
                 )
-                window += gemm.passes * gemm.windows
+                item += 1
                 index += step
         if cutlass.const_expr(gemm.cluster > 1):
             gemm_load.meet(gemm)  # no CTA ends while the other may still arrive at its barriers
@@ -220,7 +223,7 @@ class FC1:
         trace_at: Int64 | None = None,
     ):
         gemm = self.spec.gemm
-        ops = gemm_load.make_operands(gemm, x, w13, rows_total)
+        ops = gemm_load.make_operands(gemm, x, w13, w13_scale, rows_total)
         self.kernel(ops, x, expert_start, w13_scale, pool_weight, act, kept, x_scale, act_scale, trace_at).launch(
             grid=(gemm_tiles.whole_clusters(gemm, grid), 1, 1),
             block=(gemm.threads, 1, 1),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import wire
 from ..config import Knobs, MoEConfig
-from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_tiles, prims, rows, trace
+from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_scales, gemm_tiles, prims, rows, trace
 from .trace import Phase, Role
 
 
@@ -56,13 +56,13 @@ def fc2_tile(
     dests: tuple,
     stage: Int32,
     phase: Int32,
-    window: Int32,
+    item: Int32,
     since: Int64 | None,
 ):
     """Math warps: one work item from stages to bf16 rows. Returns the ring state after it.
 
-    Addresses as in FC2.ARGS; dests: the bf16 rows [H] of this thread's two rows, stored to when live. window: as in
-    gemm_main.sum_tile. since: when the item began (trace.begin). load_scale(address) reads an fp32 scale.
+    Addresses as in FC2.ARGS; dests: the bf16 rows [H] of this thread's two rows, stored to when live. item: the
+    CTA's number of it, from 0. since: when the item began (trace.begin). load_scale(address) reads an fp32 scale.
     """
     gemm = spec.gemm
     mine = gemm_main.thread_rows(math, tile)
@@ -74,9 +74,12 @@ def fc2_tile(
     if cutlass.const_expr(not gemm.scaled):
         factor = act_scale * load_scale(w_scale + Int64(tile.expert) * 4)
         factors = tuple(factor * f for f in factors) if spec.weighted else (factor, factor)
-    stage, phase = gemm_main.sum_tile(gemm, ring, math, stage, phase, window)
-    since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
+    place = gemm_scales.place(gemm, ring.scales, tile, item, 0, math.row) if gemm.scaled else None
+    stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, place)
     for half in cutlass.range_constexpr(gemm.halves):
+        if cutlass.const_expr(half == gemm.early):
+            stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
+            since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
         column = tile.column * gemm.halves + half
         gemm_epilogue.store_output(math.acc[half], factors, column, math.quad, dests, live)
     trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
@@ -118,12 +121,12 @@ class FC2:
         spec, gemm = self.spec, self.spec.gemm
         ring, schedule = gemm_load.start(gemm, ops, expert_start)
         if gemm_load.is_producer(gemm):
-            gemm_load.producer_role(gemm, ops, w_scale, ring, schedule, spec.trace, trace_at)
+            gemm_load.producer_role(gemm, ops, ring, schedule, spec.trace, trace_at)
         else:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
             math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
-            stage, phase, window = Int32(0), Int32(0), Int32(0)
+            stage, phase, item = Int32(0), Int32(0), Int32(0)
             index, step = gemm_tiles.first_item(gemm)
             total = gemm_tiles.total_tiles(gemm, schedule)
             while index < total:
@@ -143,10 +146,10 @@ class FC2:
                     dests,
                     stage,
                     phase,
-                    window,
+                    item,
                     since,
                 )
-                window += gemm.passes * gemm.windows
+                item += 1
                 index += step
         if cutlass.const_expr(gemm.cluster > 1):
             gemm_load.meet(gemm)  # no CTA ends while the other may still arrive at its barriers
@@ -167,7 +170,7 @@ class FC2:
         trace_at: Int64 | None = None,
     ):
         gemm = self.spec.gemm
-        ops = gemm_load.make_operands(gemm, act, w2, rows_total)
+        ops = gemm_load.make_operands(gemm, act, w2, w2_scale, rows_total)
         self.kernel(ops, act, expert_start, w2_scale, pool_weight, y, act_scale, trace_at).launch(
             grid=(gemm_tiles.whole_clusters(gemm, grid), 1, 1),
             block=(gemm.threads, 1, 1),

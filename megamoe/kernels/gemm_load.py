@@ -1,11 +1,11 @@
-"""The producer warps of a grouped FP8 GEMM: one issues TMA of operands and row scales, one copies weight scales.
+"""The producer warp of a grouped FP8 GEMM: it issues TMA of both operands, and of block scales (gemm_scales.py).
 
 CTAs in a row of a cluster run neighbouring column tiles of the same rows: with two, each loads half of A for both.
 CTAs in a column run two row tiles and the same columns: each loads half of every weight tile for both. Where all
 CTAs run one row tile instead, an expert's odd last one (sched/tiles.py), each loads its own weights, and only CTAs in
 a row share A: such an item moves as many bytes a tile as a cluster of one row would.
 
-Sources: PTX ISA, "cp.async.bulk.tensor", "cp.async", "cp.async.mbarrier.arrive".
+Source: PTX ISA, "cp.async.bulk.tensor".
 """
 
 from __future__ import annotations
@@ -14,24 +14,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Boolean, Float32, Int16, Int32, Int64
+from cutlass import AddressSpace, Boolean, Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..config import BLOCK
-from ..sched.tiles import WINDOW
-from . import prims, trace
-from .gemm_ring import (
-    FP8_TYPES,
-    Ring,
-    advance,
-    init_ring,
-    make_ring,
-    smem_layout,
-    tell_tile,
-    w_scale_at,
-    window_layout,
-    window_slot,
-)
+from . import gemm_scales, trace
+from .gemm_ring import FP8_TYPES, Ring, advance, init_ring, make_ring, smem_layout, tell_tile
+from .gemm_scales import ScaleSource
 from .gemm_tiles import (
     GemmSpec,
     Schedule,
@@ -51,8 +40,8 @@ PRODUCER_REGISTERS = 40
 class Operands(NamedTuple):
     """TMA of one GEMM: atoms and coordinate tensors of A [R, k] and B [experts * n, k].
 
-    alone: with two rows of CTAs, the atom and tensor of B without multicast; else (). scales: with block scales, those
-    of row scales [R, k / group]; else ().
+    alone: with two rows of CTAs, the atom and tensor of B without multicast; else (). scales: None without block
+    scales.
     """
 
     atom_a: cute.CopyAtom
@@ -60,11 +49,12 @@ class Operands(NamedTuple):
     atom_b: cute.CopyAtom
     b: cute.Tensor
     alone: tuple
-    scales: tuple
+    scales: ScaleSource | None
 
 
-def make_operands(gemm: GemmSpec, a: Int64, b: Int64, rows_total: Int32) -> Operands:
+def make_operands(gemm: GemmSpec, a: Int64, b: Int64, w_scale: Int64, rows_total: Int32) -> Operands:
     """Host side: TMA descriptors of A (records of `pitch` bytes, scales behind the codes) and B, from device addresses.
+    w_scale: address of B's block scales, fp32 [experts, n / 128, k_blocks]; without them, of anything.
 
     rows_total may be the pool's capacity; a tile that reads past it gets zeros.
     """
@@ -79,19 +69,12 @@ def make_operands(gemm: GemmSpec, a: Int64, b: Int64, rows_total: Int32) -> Oper
             op = cpasync.CopyBulkTensorTileG2SMulticastOp()
         return cpasync.make_tiled_tma_atom(op, tensor, layout, (tile_rows, BLOCK), num_multicast=multicast)
 
-    scales = ()
-    if gemm.scaled:
-        pointer = cute.make_ptr(Float32, a + gemm.k, AddressSpace.gmem, assumed_align=16)
-        shape = (rows_total, gemm.k_blocks * gemm.groups)
-        tensor = cute.make_tensor(pointer, cute.make_layout(shape, stride=(gemm.pitch // 4, 1)))
-        box = cute.slice_(window_layout(gemm, 1), (None, None, 0))
-        scales = tuple(cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, box.shape))
     rows_b = Int32(gemm.experts * gemm.n)
     return Operands(
         *tma(a, rows_total, gemm.pitch, gemm.tile_rows, gemm.cluster_cols),
         *tma(b, rows_b, gemm.k, BLOCK, gemm.cluster_rows),
         tuple(tma(b, rows_b, gemm.k, BLOCK, 1)) if gemm.cluster_rows > 1 else (),
-        scales,
+        gemm_scales.make_source(gemm, a + gemm.k, w_scale, rows_total) if gemm.scaled else None,
     )
 
 
@@ -137,17 +120,6 @@ def copy_weights(
 
 
 @cute.jit
-def scale_windows(gemm: cutlass.Constexpr, ops: Operands, ring: Ring, row: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-    """TMA views of row scales: the ring's slots, and the windows of a tile that starts at pool row `row`."""
-    atom, scales = ops.scales
-    shifted = cute.domain_offset((row, 0), scales)
-    windows = cute.local_tile(shifted, (gemm.tile_rows, WINDOW * gemm.groups), (0, None))
-    return cpasync.tma_partition(
-        *(atom, 0, cute.make_layout(1)), cute.group_modes(ring.row_scales, 0, 2), cute.group_modes(windows, 0, 2)
-    )
-
-
-@cute.jit
 def produce_tile(
     gemm: cutlass.Constexpr,
     ops: Operands,
@@ -155,12 +127,12 @@ def produce_tile(
     tile: Tile,
     stage: Int32,
     phase: Int32,
-    window: Int32,
+    item: Int32,
     pen: trace.Tracer | None,
 ) -> tuple[Int32, Int32]:
     """TMA warp, all lanes: load every K block of a work item. Returns the ring state after it.
 
-    window: number of its first window of row scales. pen: see trace.py.
+    item: the CTA's number of it, from 0. pen: see trace.py.
     """
     place = cluster_place(gemm)
     shifted = cute.domain_offset((tile.row, 0), ops.a)
@@ -170,31 +142,23 @@ def produce_tile(
         *(cute.group_modes(ring.a, 0, 2), cute.group_modes(ga, 0, 2)),
     )
     if cutlass.const_expr(gemm.scaled):
-        to_scales, from_scales = scale_windows(gemm, ops, ring, tile.row)
+        windows = gemm_scales.row_windows(gemm, ops.scales, ring.scales, tile)
     trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
     with cute.arch.elect_one():
         tell_tile(ring, stage, tile)
-    for item in cutlass.range_constexpr(gemm.passes):
-        n_tile = tile.expert * (gemm.n // BLOCK) + (tile.column * gemm.passes + item) * gemm.halves
+    for number in cutlass.range_constexpr(gemm.passes):
+        n_tile = tile.expert * (gemm.n // BLOCK) + (tile.column * gemm.passes + number) * gemm.halves
         to_b, from_b = weight_tiles(gemm, ops.atom_b, ops.b, ring, n_tile, place[0], gemm.cluster_rows)
         if cutlass.const_expr(gemm.cluster_rows > 1):
             to_alone, from_alone = weight_tiles(gemm, *ops.alone, ring, n_tile, 0, 1)
         for kb in cutlass.range(gemm.k_blocks, unroll=1):
             full = ring.full + stage
             trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
+            due = Int32(gemm.stage_bytes)
             if cutlass.const_expr(gemm.scaled):
-                expected = Int32(gemm.stage_bytes)
-                if kb % WINDOW == 0:
-                    expected += gemm.window_bytes
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, expected)
-                if kb % WINDOW == 0:
-                    slot = window_slot(gemm, window + item * gemm.windows, kb)
-                    source = from_scales[(None, kb // WINDOW)]
-                    cute.copy(ops.scales[0], source, to_scales[(None, slot)], tma_bar_ptr=full)
-            else:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, gemm.stage_bytes)
+                due += gemm_scales.due_bytes(gemm, tile, number, kb)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, due)
             if cutlass.const_expr(gemm.cluster_cols == 1):
                 cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full)
             else:
@@ -207,34 +171,8 @@ def produce_tile(
                 copy_weights(gemm, ops.atom_b, from_b, to_b, kb, stage, full, column)
             else:
                 copy_weights(gemm, ops.alone[0], from_alone, to_alone, kb, stage, full, None)
-            stage, phase = advance(gemm, stage, phase)
-    return stage, phase
-
-
-@cute.jit
-def produce_scales(
-    gemm: cutlass.Constexpr,
-    w_scale: Int64,
-    ring: Ring,
-    tile: Tile,
-    stage: Int32,
-    phase: Int32,
-    window: Int32,
-    pen: trace.Tracer | None,
-) -> tuple[Int32, Int32]:
-    """Scale warp, all lanes: copy the weight scales of every K block of a work item. Returns the ring state after it.
-
-    w_scale: address of fp32 [experts, n / 128, k_blocks]. window: not used, see produce_tile.
-    """
-    lane = cute.arch.lane_idx()
-    block = tile.expert * (gemm.n // BLOCK) + tile.column * (gemm.passes * gemm.halves) // gemm.scale_tiles
-    source = w_scale + Int64(block + lane * gemm.scale_step) * (4 * gemm.k_blocks)
-    for _ in cutlass.range_constexpr(gemm.passes):
-        for kb in cutlass.range(gemm.k_blocks, unroll=1):
-            trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
-            if lane < gemm.w_scales:
-                prims.copy_async_4(w_scale_at(ring, stage) + 4 * lane, source + Int64(kb) * 4)
-                prims.copy_async_arrive(prims.smem_addr(ring.full + stage))
+            if cutlass.const_expr(gemm.scaled):
+                gemm_scales.copy_due(gemm, ops.scales, ring.scales, windows, tile, item, number, kb, full)
             stage, phase = advance(gemm, stage, phase)
     return stage, phase
 
@@ -256,7 +194,7 @@ def start(gemm: cutlass.Constexpr, ops: Operands, expert_start: Int64) -> tuple[
         if cutlass.const_expr(gemm.cluster_rows > 1):
             cpasync.prefetch_descriptor(ops.alone[0])
         if cutlass.const_expr(gemm.scaled):
-            cpasync.prefetch_descriptor(ops.scales[0])
+            cpasync.prefetch_descriptor(ops.scales.atom)
         with cute.arch.elect_one():
             init_ring(gemm, ring)
     meet(gemm)
@@ -274,57 +212,31 @@ def meet(gemm: cutlass.Constexpr):
 
 
 @cute.jit
-def produce_all(
-    gemm: cutlass.Constexpr,
-    produce: cutlass.Constexpr,
-    source: Operands | Int64,
-    ring: Ring,
-    schedule: Schedule,
-    role: cutlass.Constexpr,
-    phase: cutlass.Constexpr,
-    pen: trace.Tracer | None,
-):
-    """A producer warp's whole life: `produce` (produce_tile, produce_scales) from source of every tile of this CTA.
-
-    role, phase: under which pen records each tile.
-    """
-    stage, parity, window = Int32(0), Int32(0), Int32(0)
-    index, step = first_item(gemm)
-    total = total_tiles(gemm, schedule)
-    while index < total:
-        tile = find_tile(gemm, schedule, index)
-        since = trace.begin(pen)
-        stage, parity = produce(gemm, source, ring, tile, stage, parity, window, pen)
-        trace.end(pen, since, role, phase, tile.index)
-        window += gemm.passes * gemm.windows
-        index += step
-
-
-@cute.jit
 def producer_role(
     gemm: cutlass.Constexpr,
     ops: Operands,
-    w_scale: Int64,
     ring: Ring,
     schedule: Schedule,
     records: cutlass.Constexpr,
     buffer: Int64 | None,
 ):
-    """The producer warpgroup of a staged kernel: every tile of this CTA, by two of its warps. w_scale: block scales of
-    weights, as in produce_scales.
+    """The producer warpgroup of a staged kernel: every tile of this CTA, by one of its warps.
 
-    records, buffer: see trace.tracer; slots of these warps come after those of the math warpgroups.
+    records, buffer: see trace.tracer; the slot of this warp comes after those of the math warpgroups.
     """
     cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-    warp = cute.arch.warp_idx() - 4 * gemm.warpgroups
-    if warp == 0:
+    if cute.arch.warp_idx() == 4 * gemm.warpgroups:
         pen = trace.tracer(records, buffer, Int32(gemm.warpgroups), cute.arch.lane_idx() == 0)
-        produce_all(gemm, produce_tile, ops, ring, schedule, Role.TMA, Phase.LOAD, pen)
-    if cutlass.const_expr(gemm.scaled):
-        if warp == 1:
-            pen = trace.tracer(records, buffer, Int32(gemm.warpgroups + 1), cute.arch.lane_idx() == 0)
-            produce_all(gemm, produce_scales, w_scale, ring, schedule, Role.SCALES, Phase.LOAD_SCALES, pen)
-            prims.copy_async_wait()  # before the warp ends
+        stage, phase, item = Int32(0), Int32(0), Int32(0)
+        index, step = first_item(gemm)
+        total = total_tiles(gemm, schedule)
+        while index < total:
+            tile = find_tile(gemm, schedule, index)
+            since = trace.begin(pen)
+            stage, phase = produce_tile(gemm, ops, ring, tile, stage, phase, item, pen)
+            trace.end(pen, since, Role.TMA, Phase.LOAD, tile.index)
+            item += 1
+            index += step
 
 
 @cute.jit

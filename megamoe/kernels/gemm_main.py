@@ -18,8 +18,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from ..config import BLOCK
-from . import prims, trace
-from .gemm_ring import FP8_TYPES, Ring, advance, hear_tile, release, row_scale_at, smem_layout, w_scale_at
+from . import gemm_scales, prims, trace
+from .gemm_ring import FP8_TYPES, Ring, advance, hear_tile, release, smem_layout
+from .gemm_scales import ScalePlace
 from .gemm_tiles import WARPGROUP, Tile
 
 MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are allotted at launch
@@ -29,9 +30,9 @@ class MathThread(NamedTuple):
     """Fragment views of a math thread, its accumulators, and where it stands in a tile.
 
     acc [halves] and temp are fp32 [64]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
-    half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views. row
-    counts from the tile's first row. zero and more are the MMA without and with accumulation.
-    pen: see trace.py.
+    half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views. scales
+    (rows [2 * groups], weights [w_scales]) and factors [2 * groups, w_scales] are fp32, of a K block. row counts
+    from the tile's first row. zero and more are the MMA without and with accumulation. pen: see trace.py.
     """
 
     zero: cute.TiledMma
@@ -41,6 +42,8 @@ class MathThread(NamedTuple):
     acc: tuple
     sums: tuple
     temp: cute.Tensor
+    scales: tuple
+    factors: cute.Tensor
     row: Int32
     quad: Int32
     pen: trace.Tracer | None
@@ -87,7 +90,9 @@ def make_math_thread(
     temp = cute.make_rmem_tensor(shape, Float32)
     pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
     row = prims.keep(thread // 32 * 16 + thread % 32 // 4)
-    return MathThread(zero, more, a, b, acc, sums, temp, row, thread % 4, pen)
+    scales = tuple(cute.make_rmem_tensor(n, Float32) for n in (2 * gemm.groups, gemm.w_scales))
+    factors = cute.make_rmem_tensor((2 * gemm.groups, gemm.w_scales), Float32)
+    return MathThread(zero, more, a, b, acc, sums, temp, scales, factors, row, thread % 4, pen)
 
 
 @cute.jit
@@ -142,32 +147,21 @@ def multiply_stage(gemm: cutlass.Constexpr, math: MathThread, stage: Int32, keep
 def sum_single(
     gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32
 ) -> tuple[Int32, Int32]:
-    """acc = the whole of K in the tensor cores' own accumulator. Returns the ring state after it.
+    """acc = the whole of K in the tensor cores' own accumulator, when its last WGMMAs, in flight on return, are done.
+    Returns the ring state of the last stage.
 
     The next K block's WGMMAs are issued before the last one's stage is released.
     """
     trace.mbarrier_wait(math.pen, ring.full + stage, phase)
     multiply_stage(gemm, math, stage, False)
-    last = stage
-    stage, phase = advance(gemm, stage, phase)
     for _ in cutlass.range(gemm.k_blocks - 1, unroll=1):
+        last = stage
+        stage, phase = advance(gemm, stage, phase)
         trace.mbarrier_wait(math.pen, ring.full + stage, phase)
         multiply_stage(gemm, math, stage, True)
         warpgroup.wait_group(1)
         release(gemm, ring, last)
-        last = stage
-        stage, phase = advance(gemm, stage, phase)
-    warpgroup.wait_group(0)
-    release(gemm, ring, last)
     return stage, phase
-
-
-class Scales(NamedTuple):
-    """Block scales of a K block as a math thread reads them: rows fp32 [2 * groups], of row half h in group g at
-    2g + h; weights fp32 [w_scales]."""
-
-    rows: cute.Tensor
-    weights: cute.Tensor
 
 
 @cute.jit
@@ -177,33 +171,26 @@ def await_stage(
     math: MathThread,
     stage: Int32,
     phase: Int32,
-    window: Int32,
-    kb: Int32,
-    scales: Scales,
+    place: ScalePlace | None,
+    kb: Int32 | int,
 ):
-    """Wait for K block kb in `stage` and start to read its scales, if any. window: as in sum_tile."""
+    """Wait for K block kb in `stage` and start to read its scales, if any, to math.scales."""
     trace.mbarrier_wait(math.pen, ring.full + stage, phase)
     if cutlass.const_expr(gemm.scaled):
-        for w in cutlass.range_constexpr(gemm.w_scales):
-            scales.weights[w] = prims.smem_ld_f32(w_scale_at(ring, stage) + 4 * w)
-        for h in cutlass.range_constexpr(2):
-            at = row_scale_at(gemm, ring, window, kb, math.row + 8 * h)
-            for g in cutlass.range_constexpr(gemm.groups):
-                scales.rows[2 * g + h] = prims.smem_ld_f32(at + 4 * g)
+        gemm_scales.read(gemm, place, kb, *math.scales)
 
 
 @cute.jit
-def multiply_scales(gemm: cutlass.Constexpr, scales: Scales, factors: cute.Tensor):
-    """factors[2g + h, w] = scale of row half h in group g times weight scale w."""
+def multiply_scales(gemm: cutlass.Constexpr, math: MathThread):
+    """math.factors[2g + h, w] = scale of row half h in group g times weight scale w, of what was read last."""
+    rows, weights = math.scales
     for i in cutlass.range_constexpr(2 * gemm.groups):
         for w in cutlass.range_constexpr(gemm.w_scales):
-            factors[i, w] = scales.rows[i] * scales.weights[w]
+            math.factors[i, w] = rows[i] * weights[w]
 
 
 @cute.jit
-def add_promoted(
-    gemm: cutlass.Constexpr, math: MathThread, factors: cute.Tensor, half: cutlass.Constexpr, g: cutlass.Constexpr
-):
+def add_promoted(gemm: cutlass.Constexpr, math: MathThread, half: cutlass.Constexpr, g: cutlass.Constexpr):
     """acc of a half += temp, times the scales of group g in "block" mode."""
     acc = math.acc[half]
     if cutlass.const_expr(not gemm.scaled):
@@ -212,59 +199,87 @@ def add_promoted(
         step = 2 if gemm.paired else 1
         for h in cutlass.range_constexpr(2):  # all additions of a factor in a row: operands are read less often
             for first in cutlass.range_constexpr(step):
-                factor = factors[2 * g + h, first if gemm.paired else half]
+                factor = math.factors[2 * g + h, first if gemm.paired else half]
                 for chunk in cutlass.range_constexpr(first, 16, step):
                     for i in cutlass.range_constexpr(4 * chunk + 2 * h, 4 * chunk + 2 * h + 2):
                         acc[i] += math.temp[i] * factor
 
 
 @cute.jit
+def promote_block(
+    gemm: cutlass.Constexpr,
+    ring: Ring,
+    math: MathThread,
+    stage: Int32,
+    phase: Int32,
+    place: ScalePlace | None,
+    kb: Int32,
+    last: cutlass.Constexpr,
+):
+    """One K block of sum_promoted. last: of the pass; its last batch of WGMMAs is then left in flight."""
+    groups = gemm.groups if gemm.scaled else 1
+    for half in cutlass.range_constexpr(gemm.halves):
+        for g in cutlass.range_constexpr(groups):
+            warpgroup.fence()
+            multiply(math, math.temp, stage, stage * gemm.halves + half, 4 // groups * g, 4 // groups, False)
+            warpgroup.commit_group()
+            if cutlass.const_expr(gemm.scaled and half == 0 and g == 0):
+                multiply_scales(gemm, math)
+            end = cutlass.const_expr(half == gemm.halves - 1 and g == groups - 1)
+            if cutlass.const_expr(end and not last):
+                next_stage, next_phase = advance(gemm, stage, phase)
+                await_stage(gemm, ring, math, next_stage, next_phase, place, kb + 1)
+            if cutlass.const_expr(not (end and last)):
+                warpgroup.wait_group(0)
+                if cutlass.const_expr(end):
+                    release(gemm, ring, stage)
+                add_promoted(gemm, math, half, g)
+
+
+@cute.jit
 def sum_promoted(
-    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, window: Int32
+    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, place: ScalePlace | None
 ) -> tuple[Int32, Int32]:
-    """acc = sum over K groups in fp32 registers, times scales in "block" mode. Returns the ring state after it.
+    """acc = sum over K groups in fp32 registers, times scales in "block" mode, but for the last batch of WGMMAs, which
+    is in flight. Returns the ring state of the last stage.
 
     The next stage is awaited and its scales are read while the tensor cores run a stage's last WGMMAs; they are
     multiplied only under the next stage's first WGMMAs, when they have arrived. So nothing but additions stands between
     two batches (tests/cpu/ring_model.py has this order too).
     """
-    groups = gemm.groups if gemm.scaled else 1
-    factors = cute.make_rmem_tensor((2 * groups, gemm.w_scales), Float32)
-    scales = Scales(cute.make_rmem_tensor(2 * groups, Float32), cute.make_rmem_tensor(gemm.w_scales, Float32))
     for half in cutlass.range_constexpr(gemm.halves):
         math.acc[half].fill(0.0)
-    await_stage(gemm, ring, math, stage, phase, window, Int32(0), scales)
-    for kb in cutlass.range(gemm.k_blocks, unroll=1):
-        next_stage, next_phase = advance(gemm, stage, phase)
-        for half in cutlass.range_constexpr(gemm.halves):
-            for g in cutlass.range_constexpr(groups):
-                warpgroup.fence()
-                multiply(math, math.temp, stage, stage * gemm.halves + half, 4 // groups * g, 4 // groups, False)
-                warpgroup.commit_group()
-                if cutlass.const_expr(gemm.scaled and half == 0 and g == 0):
-                    multiply_scales(gemm, scales, factors)
-                last = cutlass.const_expr(half == gemm.halves - 1 and g == groups - 1)
-                if cutlass.const_expr(last):
-                    if kb + 1 < gemm.k_blocks:
-                        await_stage(gemm, ring, math, next_stage, next_phase, window, kb + 1, scales)
-                warpgroup.wait_group(0)
-                if cutlass.const_expr(last):
-                    release(gemm, ring, stage)
-                add_promoted(gemm, math, factors, half, g)
-        stage, phase = next_stage, next_phase
+    await_stage(gemm, ring, math, stage, phase, place, 0)
+    for kb in cutlass.range(gemm.k_blocks - 1, unroll=1):
+        promote_block(gemm, ring, math, stage, phase, place, kb, False)
+        stage, phase = advance(gemm, stage, phase)
+    promote_block(gemm, ring, math, stage, phase, place, Int32(gemm.k_blocks - 1), True)
     return stage, phase
 
 
 @cute.jit
-def sum_tile(
-    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, window: Int32
+def start_tile(
+    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, place: ScalePlace | None
 ) -> tuple[Int32, Int32]:
-    """The main loop of gemm.mode: math.acc = one pass of a work item. Returns the ring state after it.
+    """The main loop of gemm.mode, one pass of a work item, up to its last WGMMAs, which are in flight on return.
 
-    window: number of the pass' first window of row scales (gemm_tiles.window_slots).
+    All of math.acc but the last half may be used then (gemm.early halves); finish_tile completes the rest. Returns what
+    finish_tile takes. place: gemm_scales.place of the pass, None without block scales.
     """
     if cutlass.const_expr(gemm.mode == "single"):
         stage, phase = sum_single(gemm, ring, math, stage, phase)
     else:
-        stage, phase = sum_promoted(gemm, ring, math, stage, phase, window)
+        stage, phase = sum_promoted(gemm, ring, math, stage, phase, place)
     return stage, phase
+
+
+@cute.jit
+def finish_tile(
+    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32
+) -> tuple[Int32, Int32]:
+    """After start_tile: math.acc = one pass of a work item. Returns the ring state after it."""
+    warpgroup.wait_group(0)
+    release(gemm, ring, stage)
+    if cutlass.const_expr(gemm.mode != "single"):
+        add_promoted(gemm, math, gemm.halves - 1, (gemm.groups if gemm.scaled else 1) - 1)
+    return advance(gemm, stage, phase)

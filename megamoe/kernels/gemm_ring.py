@@ -1,9 +1,9 @@
 """Shared memory of a grouped FP8 GEMM: a ring of stages between the producer warps and the math warpgroups.
 
 A stage is one K block of 128: A [tile_rows, 128] and `halves` weight tiles B [128, 128], FP8 in rows of 128
-bytes (SW128), and with block scales the weights' fp32 scales. Scales of rows come with the first of each WINDOW of
-K blocks, into slots of their own (gemm_tiles.window_slots). Ring state (stage, phase) is two Int32 that
-callers carry from tile to tile, so that a bigger kernel can run several GEMMs through one ring.
+bytes (SW128). Block scales come with some of the stages, into slots of their own (gemm_scales.py). Ring state
+(stage, phase) is two Int32 that callers carry from tile to tile, so that a bigger kernel can run several GEMMs
+through one ring.
 
 Source: PTX ISA, "mbarrier".
 """
@@ -15,13 +15,13 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ..config import BLOCK
-from ..sched.tiles import WINDOW
 from . import prims
-from .gemm_tiles import TILE_BYTES, W_SCALE_BYTES, GemmSpec, Tile
+from .gemm_scales import ScaleSlots, make_slots
+from .gemm_tiles import TILE_BYTES, GemmSpec, Tile
 
 SMEM_ALIGN = 1024  # of a SW128 operand
 FP8_TYPES = {"e4m3": cutlass.Float8E4M3FN, "e5m2": cutlass.Float8E5M2}
@@ -29,14 +29,13 @@ FP8_TYPES = {"e4m3": cutlass.Float8E4M3FN, "e5m2": cutlass.Float8E5M2}
 
 class Ring(NamedTuple):
     """Shared memory stages: a [tile_rows, 128, stages], b [128, 128, stages * halves] (a stage's halves are
-    neighbours), w_scales: address of fp32 [stages, 2], tiles: address of the Tile that begins at each stage; row_scales
-    fp32 [tile_rows, WINDOW * groups, slots] or None; barriers full and empty [stages] each."""
+    neighbours), tiles: address of the Tile that begins at each stage; scales, None without block scales; barriers full
+    and empty [stages] each."""
 
     a: cute.Tensor
     b: cute.Tensor
-    row_scales: cute.Tensor | None
-    w_scales: Int32
     tiles: Int32
+    scales: ScaleSlots | None
     full: cute.Pointer
     empty: cute.Pointer
 
@@ -45,12 +44,6 @@ def smem_layout(gemm: GemmSpec, rows: int, tiles: int) -> cute.ComposedLayout:
     """K-major SW128 layout [rows, 128, tiles] of an operand."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, FP8_TYPES[gemm.fp8])
     return cute.tile_to_shape(atom, (rows, BLOCK, tiles), order=(0, 1, 2))
-
-
-def window_layout(gemm: GemmSpec, slots: int) -> cute.Layout:
-    """[tile_rows, WINDOW * groups, slots] of row scales; a row's lie side by side, as in its record."""
-    columns = WINDOW * gemm.groups
-    return cute.make_layout((gemm.tile_rows, columns, slots), stride=(columns, 1, gemm.tile_rows * columns))
 
 
 @cute.jit
@@ -64,17 +57,13 @@ def make_ring(gemm: cutlass.Constexpr) -> Ring:
     b = smem.allocate_tensor(dtype, layout_b.outer, byte_alignment=SMEM_ALIGN, swizzle=layout_b.inner)
     barriers = smem.allocate_array(Int64, 2 * gemm.stages)
     tiles = prims.smem_addr(smem.allocate(gemm.stages * TILE_BYTES, 16))
-    row_scales, w_scales = None, Int32(0)
-    if cutlass.const_expr(gemm.scaled):
-        row_scales = smem.allocate_tensor(Float32, window_layout(gemm, gemm.window_slots), byte_alignment=128)
-        w_scales = prims.smem_addr(smem.allocate(gemm.stages * W_SCALE_BYTES, 8))
-    return Ring(a, b, row_scales, w_scales, tiles, barriers, barriers + gemm.stages)
+    scales = make_slots(gemm) if gemm.scaled else None
+    return Ring(a, b, tiles, scales, barriers, barriers + gemm.stages)
 
 
 @cute.jit
 def init_ring(gemm: cutlass.Constexpr, ring: Ring):
-    """One thread: initialise the barriers. full: TMA's bytes and, with block scales, an arrival for each scale of
-    weights; empty: one a math warp of every CTA of the cluster.
+    """One thread: initialise the barriers. full: TMA's bytes; empty: one a math warp of every CTA of the cluster.
 
     In a cluster of 2 x 2 a CTA fills stages of its row and its column only, yet awaits all four: a superset costs
     little. Nor can arrivals be taken for those of an earlier or later round of the stage. All CTAs run the same work
@@ -82,9 +71,8 @@ def init_ring(gemm: cutlass.Constexpr, ring: Ring):
     k times the number of warps arrive, when nobody had released more than k times: so everybody had, k times. The k-th
     phase of any of the barriers thus ends only after every warp's k-th release.
     """
-    lanes = gemm.w_scales if gemm.scaled else 0
     for stage in cutlass.range_constexpr(gemm.stages):
-        cute.arch.mbarrier_init(ring.full + stage, 1 + lanes)
+        cute.arch.mbarrier_init(ring.full + stage, 1)
         cute.arch.mbarrier_init(ring.empty + stage, 4 * gemm.warpgroups * gemm.cluster)
     cute.arch.mbarrier_init_fence()
 
@@ -122,22 +110,3 @@ def hear_tile(ring: Ring, stage: Int32, index: Int32) -> Tile:
     words = prims.smem_ld_v4(ring.tiles + stage * TILE_BYTES)
     expert, row, end, column = (cute.arch.make_warp_uniform(word) for word in words)
     return Tile(expert, row, end, column, index, None)
-
-
-@cute.jit
-def window_slot(gemm: cutlass.Constexpr, window: Int32, kb: Int32) -> Int32:
-    """Slot of the row scales of K block kb of a pass whose first window is the CTA's `window`-th."""
-    return (window + kb // WINDOW) & (gemm.window_slots - 1)
-
-
-@cute.jit
-def row_scale_at(gemm: cutlass.Constexpr, ring: Ring, window: Int32, kb: Int32, row: Int32) -> Int32:
-    """Shared address of a row's scales [groups] of K block kb. window: as in window_slot."""
-    slot = prims.smem_addr(ring.row_scales.iterator) + window_slot(gemm, window, kb) * gemm.window_bytes
-    return slot + (row * WINDOW + kb % WINDOW) * (4 * gemm.groups)
-
-
-@cute.jit
-def w_scale_at(ring: Ring, stage: Int32) -> Int32:
-    """Shared address of a stage's weight scales [w_scales]."""
-    return ring.w_scales + stage * W_SCALE_BYTES

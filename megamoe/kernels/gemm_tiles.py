@@ -19,7 +19,6 @@ from . import prims
 
 WARPGROUP = 128  # threads
 MOST_STAGES = 12
-W_SCALE_BYTES = 8  # of a stage: at most two
 TILE_BYTES = 16  # of a Tile as the producer tells it to math warps: expert, row, end, column
 SMEM_BYTES = 227 * 1024  # what one CTA of sm_90 may use (CUDA C programming guide, compute capabilities)
 
@@ -64,6 +63,11 @@ class GemmSpec:
         return self.mode == "block"
 
     @property
+    def early(self) -> int:
+        """Halves of a pass that are complete while the last WGMMAs of the other are in flight."""
+        return 0 if self.mode == "single" else self.halves - 1
+
+    @property
     def columns(self) -> int:
         """Columns of a work item."""
         return BLOCK * self.passes * self.halves
@@ -101,7 +105,7 @@ class GemmSpec:
     @property
     def windows(self) -> int:
         """Windows of one pass over k: WINDOW K blocks each, whose row scales one TMA brings; the last may be short."""
-        return tiles.ceil_div(self.k_blocks, WINDOW)
+        return len(tiles.windows_of(self.k_blocks))
 
     @property
     def window_bytes(self) -> int:
@@ -111,7 +115,27 @@ class GemmSpec:
     @property
     def window_slots(self) -> int:
         """Windows that shared memory holds, a power of two."""
-        return tiles.window_slots(self.k_blocks, self.stages) if self.scaled else 0
+        return tiles.slots_for(tiles.windows_of(self.k_blocks), self.stages) if self.scaled else 0
+
+    @property
+    def item_windows(self) -> int:
+        """Windows of a work item."""
+        return self.passes * self.windows
+
+    @property
+    def item_slots(self) -> int:
+        """Work items whose weight scales shared memory holds, a power of two."""
+        return tiles.slots_for([self.passes * self.k_blocks], self.stages) if self.scaled else 0
+
+    @property
+    def w_row_bytes(self) -> int:
+        """Shared memory of one row of weight scales: with what its copy brings besides (gemm_scales.weight_bytes)."""
+        return (4 * self.k_blocks + (0 if self.k_blocks % 4 == 0 else 12) + 15) // 16 * 16
+
+    @property
+    def w_slots_bytes(self) -> int:
+        """Shared memory of weight scales."""
+        return self.item_slots * self.w_scales * self.w_row_bytes
 
     @property
     def warpgroups(self) -> int:
@@ -130,10 +154,10 @@ class GemmSpec:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of the staged kernel: a ring (stages with two barriers, a tile and weight scales each, and
-        windows of row scales) and a Schedule."""
-        stage = self.stage_bytes + 16 + TILE_BYTES + (W_SCALE_BYTES if self.scaled else 0)
-        return self.stages * stage + self.window_slots * self.window_bytes + 8 * (self.experts + 1)
+        """Shared memory of the staged kernel: a ring (stages with two barriers and a tile each), slots of scales, and a
+        Schedule."""
+        scales = self.window_slots * self.window_bytes + self.w_slots_bytes
+        return self.stages * (self.stage_bytes + 16 + TILE_BYTES) + scales + 8 * (self.experts + 1)
 
     @property
     def searches(self) -> int:

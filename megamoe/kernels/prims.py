@@ -242,24 +242,6 @@ def bulk_wait(pending: int, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def copy_async_4(dst: Int32, src: Int64, *, loc=None, ip=None) -> None:
-    """Copy 4 bytes from global to shared memory, without waiting (cp.async, generic proxy, cached in L1)."""
-    _asm("cp.async.ca.shared.global [$0], [$1], 4;", [], [Int32(dst), Int64(src)], loc=loc, ip=ip)
-
-
-@dsl_user_op
-def copy_async_arrive(mbar: Int32, *, loc=None, ip=None) -> None:
-    """Arrive once on `mbar`, which counts this thread, when all its copy_async so far are done."""
-    _asm("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", [], [Int32(mbar)], loc=loc, ip=ip)
-
-
-@dsl_user_op
-def copy_async_wait(*, loc=None, ip=None) -> None:
-    """Wait for all copy_async of this thread."""
-    _asm("cp.async.wait_all;", [], [], loc=loc, ip=ip)
-
-
-@dsl_user_op
 def mbar_init(mbar: Int32, arrivals: Int32, *, loc=None, ip=None) -> None:
     """Initialise an mbarrier (8 B of shared memory)."""
     _asm("mbarrier.init.shared::cta.b64 [$0], $1;", [], [Int32(mbar), Int32(arrivals)], loc=loc, ip=ip)

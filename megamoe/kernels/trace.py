@@ -38,8 +38,7 @@ class Role(IntEnum):
     CTA = 0  # all warps do the same; the first one stands for them
     COPIER = 1
     TMA = 2
-    SCALES = 3
-    MATH = 4
+    MATH = 3
 
 
 class Phase(IntEnum):
@@ -55,12 +54,11 @@ class Phase(IntEnum):
     COPY = 7
     DRAIN = 8
     LOAD = 9
-    LOAD_SCALES = 10
-    MAIN_LOOP = 11
-    ACTIVATE = 12
-    STORE = 13
-    SUM = 14
-    FINISH = 15
+    MAIN_LOOP = 10
+    ACTIVATE = 11
+    STORE = 12
+    SUM = 13
+    FINISH = 14
 
 
 class Tracer(NamedTuple):

@@ -12,10 +12,12 @@ A cluster takes work items of one tile a CTA. Along the columns it always covers
 rows of CTAs it covers two row tiles as well (split_pairs); a strip's odd last row tile it runs as twice as many
 column tiles, so that no CTA ever idles for it.
 
-Scales of rows travel by WINDOW K blocks (kernels/gemm_ring.py).
+Scales of rows travel by WINDOW K blocks, those of weights by work item (kernels/gemm_scales.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 STRIP = 16
 """Row tiles of a strip, an even number: 132 CTAs then cover 16 row tiles times 8 column tiles."""
@@ -72,15 +74,20 @@ def split_pairs(local: int, m_tiles: int, n_tiles: int, cols: int, rank: int) ->
     return first + m, n, stacked
 
 
-def window_slots(k_blocks: int, stages: int) -> int:
-    """Slots for windows of row scales, so that no wait but the ring's own is needed: a power of two.
+def slots_for(lengths: Sequence[int], stages: int) -> int:
+    """Slots for what comes with one K block and serves several, so that no wait but the ring's own is needed.
 
-    Before the producer loads K block n of all that a CTA ever loads, everybody has released block n - stages. So the
-    slot of a window is free if that block is past the window, thus if `slots` windows on from it begin at least
-    `stages` blocks after its last one. Windows repeat with each pass over k_blocks.
+    lengths: of the stretches of K blocks that are served, which repeat for ever. Before the producer loads K block n
+    of all that a CTA ever loads, everybody has released block n - stages. So a slot is free again if that block is
+    past its stretch, thus if the stretch `slots` further on begins at least `stages` blocks after this one's last.
+    Returns a power of two.
     """
-    lengths = [min(WINDOW, k_blocks - first) for first in range(0, k_blocks, WINDOW)]
     slots = 1
     while any(1 + sum(lengths[(w + i) % len(lengths)] for i in range(1, slots)) < stages for w in range(len(lengths))):
         slots *= 2
     return slots
+
+
+def windows_of(k_blocks: int) -> list[int]:
+    """K blocks of each window of one pass."""
+    return [min(WINDOW, k_blocks - first) for first in range(0, k_blocks, WINDOW)]

@@ -1,11 +1,10 @@
 """A model of the ring between a GEMM's producer and math warpgroups, for one CTA or a cluster that shares loads.
 
 Agents take steps in any order; a step is possible when its barrier's phase is. Modelled after the kernels
-(gemm_ring.py, gemm_load.py, gemm_main.py): barriers `full` (one arrival of the TMA warp and the parts of the stage that
-any CTA of the cluster loads into it; with block scales one more arrival, when the scale warp's copies are there) and
-`empty` (one arrival a math warpgroup of every CTA of the cluster), both with a parity that waiters poll. Loads, copies
-and arrivals land at any time after they were issued, in any order. Warps stand for their lanes: the scale warp arrives
-once, not for each scale, and a math warpgroup once, not four times.
+(gemm_ring.py, gemm_load.py, gemm_scales.py, gemm_main.py): barriers `full` (one arrival of the TMA warp and the parts
+of the stage that any CTA of the cluster loads into it, with some stages scales too) and `empty` (one arrival a math
+warpgroup of every CTA of the cluster), both with a parity that waiters poll. Loads, copies and arrivals land at any
+time after they were issued, in any order. A math warpgroup stands for its four warps: it arrives once.
 
 Rules that the test holds: a part is never written over a stage that a warpgroup may still read, a warpgroup
 never reads a part of another K block, and everybody gets to the end.
@@ -15,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-from megamoe.sched.tiles import WINDOW
 
 
 @dataclass
@@ -53,10 +50,9 @@ class Shape:
     """stages: of the ring. k_blocks: that every warpgroup consumes. rows, cols: CTAs of the cluster.
 
     warpgroups: of a CTA. alone: bit k is set where every row of CTAs loads all weights of K block k itself (tiles of an
-    odd last row tile). scaled: a scale warp fills stages too. each: K blocks of a pass; with `slots` above 0 row scales
-    of up to WINDOW K blocks of a pass come with the first of them, into slots of their own. counted and full: arrivals
-    that `empty` and `full` count, those that there are unless a fault is planted. patient: the scale warp waits for
-    `empty`.
+    odd last row tile). slots, lengths: of scales that come with the first K block of a stretch and are read to its
+    end, for each kind (windows of row scales, work items of weight scales); stretches of `lengths` blocks repeat.
+    counted and full: arrivals that `empty` and `full` count, those that there are unless a fault is planted.
     """
 
     stages: int
@@ -65,12 +61,10 @@ class Shape:
     cols: int = 1
     warpgroups: int = 2
     alone: int = 0
-    scaled: bool = False
-    each: int = 1
-    slots: int = 0
+    slots: tuple[int, ...] = ()
+    lengths: tuple[tuple[int, ...], ...] = ()
     counted: int | None = None
     full: int | None = None
-    patient: bool = True
 
     @property
     def ctas(self) -> int:
@@ -82,15 +76,21 @@ class Shape:
         """Parts of a stage that TMA brings."""
         return self.cols + self.rows
 
-    def window(self, kb: int) -> tuple[int, bool]:
-        """Number of the window of K block kb among all that a CTA loads, and whether the block is its first."""
-        item, inner = divmod(kb, self.each)
-        return item * -(-self.each // WINDOW) + inner // WINDOW, self.slots > 0 and inner % WINDOW == 0
+    def stretch(self, kind: int, kb: int) -> tuple[int, bool]:
+        """Number of the stretch that K block kb of all is in, and whether the block is its first."""
+        lengths = self.lengths[kind]
+        number, inner = divmod(kb, sum(lengths))
+        number *= len(lengths)
+        for length in lengths:
+            if inner < length:
+                return number, inner == 0
+            number, inner = number + 1, inner - length
+        raise AssertionError
 
 
 @dataclass
 class Stage:
-    """A stage of one CTA. holds: the K block of each part that landed ("a" in `cols` parts, "b" in `rows`, "s")."""
+    """A stage of one CTA. holds: the K block of each part that landed ("a" in `cols` parts, "b" in `rows`)."""
 
     full: Barrier
     empty: Barrier
@@ -107,10 +107,10 @@ class Ring:
 
     def __init__(self, shape: Shape) -> None:
         counted = shape.ctas * shape.warpgroups if shape.counted is None else shape.counted
-        full = 1 + shape.scaled if shape.full is None else shape.full
+        full = 1 if shape.full is None else shape.full
         self.shape = shape
         self.stages = [[Stage(Barrier(full), Barrier(counted)) for _ in range(shape.stages)] for _ in range(shape.ctas)]
-        self.windows = [[-1] * shape.slots for _ in range(shape.ctas)]
+        self.scales = [[[-1] * slots for slots in shape.slots] for _ in range(shape.ctas)]
         self.flying: list[tuple[int, int, tuple[str, int], int]] = []
         self.done = 0
 
@@ -121,25 +121,21 @@ class Ring:
         if part[0] == "e":
             stage.empty.arrive()
             return
-        if part[0] == "w":
-            window, _ = self.shape.window(kb)
-            self.windows[cta][window % self.shape.slots] = window
+        if part[0] == "s":
+            number, _ = self.shape.stretch(part[1], kb)
+            self.scales[cta][part[1]][number % self.shape.slots[part[1]]] = number
             stage.full.land()
             return
         if stage.readers:
             raise Broken(f"CTA {cta} stage {at}: K block {kb} lands while {stage.readers} warpgroups read")
         stage.holds[part] = kb
-        if part[0] == "s":  # cp.async.mbarrier.arrive.noinc: an arrival when the copies are there
-            stage.full.arrive()
-        else:
-            stage.full.land()
+        stage.full.land()
 
     def agents(self) -> list[Iterator[bool]]:
         """The producers and math warpgroups of each CTA. An agent yields whether it can go on."""
         ctas = range(self.shape.ctas)
         math = [self._math(cta) for cta in ctas for _ in range(self.shape.warpgroups)]
-        scales = [self._scale(cta) for cta in ctas if self.shape.scaled]
-        return [*(self._produce(cta) for cta in ctas), *scales, *math]
+        return [*(self._produce(cta) for cta in ctas), *math]
 
     def _produce(self, cta: int) -> Iterator[bool]:
         shape = self.shape
@@ -149,28 +145,16 @@ class Ring:
             stage = self.stages[cta][at]
             while not stage.empty.passed(phase ^ 1):
                 yield False
-            _, begins = shape.window(kb)
-            stage.full.arrive(shape.parts + begins)
+            due = [kind for kind in range(len(shape.slots)) if shape.stretch(kind, kb)[1]]
+            stage.full.arrive(shape.parts + len(due))
             yield True
-            if begins:
-                self.flying.append((cta, at, ("w", 0), kb))
+            self.flying += [(cta, at, ("s", kind), kb) for kind in due]
             for peer in range(shape.cols):  # this CTA's part of A, to its row
                 self.flying.append((row * shape.cols + peer, at, ("a", col), kb))
             yield True
             for peer in range(shape.rows):  # this CTA's part of B, to its column; or all of it to itself
                 shared = (peer * shape.cols + col, at, ("b", row), kb)
                 self.flying.append((cta, at, ("b", peer), kb) if shape.alone >> kb & 1 else shared)
-            yield True
-            at, phase = self._advance(at, phase)
-        self.done += 1
-
-    def _scale(self, cta: int) -> Iterator[bool]:
-        """The scale warp: it waits like the TMA warp, and may be ahead of it or behind."""
-        at, phase = 0, 0
-        for kb in range(self.shape.k_blocks):
-            while self.shape.patient and not self.stages[cta][at].empty.passed(phase ^ 1):
-                yield False
-            self.flying.append((cta, at, ("s", 0), kb))
             yield True
             at, phase = self._advance(at, phase)
         self.done += 1
@@ -197,12 +181,13 @@ class Ring:
         self.done += 1
 
     def _check(self, stage: Stage, kb: int, cta: int, at: int) -> None:
-        parts = self.shape.parts + self.shape.scaled
+        parts = self.shape.parts
         if len(stage.holds) != parts or set(stage.holds.values()) != {kb}:
             raise Broken(f"CTA {cta} stage {at}: K block {kb} wanted, the stage holds {stage.holds}")
-        window, _ = self.shape.window(kb)
-        if self.shape.slots and self.windows[cta][window % self.shape.slots] != window:
-            raise Broken(f"CTA {cta}: window {window} wanted, slots hold {self.windows[cta]}")
+        for kind, slots in enumerate(self.shape.slots):
+            number, _ = self.shape.stretch(kind, kb)
+            if self.scales[cta][kind][number % slots] != number:
+                raise Broken(f"CTA {cta}: scales {number} of kind {kind} wanted, slots hold {self.scales[cta][kind]}")
 
     def _advance(self, at: int, phase: int) -> tuple[int, int]:
         return (0, phase ^ 1) if at + 1 == self.shape.stages else (at + 1, phase)
@@ -228,5 +213,5 @@ def run(shape: Shape, choose) -> None:
                 moved = True
         if not moved:
             raise Broken(f"nobody can go on: {len(agents)} agents left of a ring of {shape}")
-    if ring.done != shape.ctas * (1 + shape.scaled + shape.warpgroups):
+    if ring.done != shape.ctas * (1 + shape.warpgroups):
         raise Broken("an agent did not finish")

@@ -39,8 +39,6 @@ def forward(sms: int = 8, tiles: int = 20, clock: int = 10**18) -> dict[str, tor
             work = [(Phase.MAIN_LOOP, 12_000, 3000 * slot, 0), (Phase.ACTIVATE, 1000, 0, 0), (Phase.STORE, 500, 0, 0)]
             put(made["fc1"], cta, slot, cta, Role.MATH, work * tiles, at["fc1"] + 1500)
         put(made["fc1"], cta, 2, cta, Role.TMA, [(Phase.LOAD, 13_500, 11_000, 0)] * tiles, at["fc1"] + 1000)
-        scales = [(Phase.LOAD_SCALES, 13_500, 9_000, 0)]
-        put(made["fc1"], cta, 3, cta, Role.SCALES, scales * tiles, at["fc1"] + 1000)
         end = [(Phase.WAIT_ROWS, 8000, 0, cta), (Phase.SUM, 20_000, 0, cta), (Phase.FINISH, 900, 0, cta)]
         put(made["reduce"], cta, 0, cta, Role.CTA, end, at["reduce"])
     return made

@@ -22,8 +22,8 @@ PHASES = {
     "stage": {Phase.COUNT, Phase.QUANTIZE},
     "exchange": {Phase.SEND, Phase.PUBLISH},
     "pull": {Phase.WAIT_LISTS, Phase.LAY_OUT, Phase.COPY, Phase.DRAIN},
-    "fc1": {Phase.LOAD, Phase.LOAD_SCALES, Phase.MAIN_LOOP, Phase.ACTIVATE, Phase.STORE},
-    "fc2": {Phase.LOAD, Phase.LOAD_SCALES, Phase.MAIN_LOOP, Phase.STORE},
+    "fc1": {Phase.LOAD, Phase.MAIN_LOOP, Phase.ACTIVATE, Phase.STORE},
+    "fc2": {Phase.LOAD, Phase.MAIN_LOOP, Phase.STORE},
     "token_back": {Phase.COPY, Phase.DRAIN, Phase.PUBLISH},
     "reduce": {Phase.WAIT_ROWS, Phase.SUM, Phase.FINISH},
 }
@@ -101,9 +101,9 @@ def test_a_traced_forward(world_size, knobs):
                 for name, columns in ("fc1", CFG.intermediate // 128), ("fc2", CFG.hidden // knobs.tile_cols):
                     total = tiles_of(p, columns // knobs.cluster_cols, rank, world_size, knobs)
                     loops = 1 if name == "fc2" or knobs.tile_cols == 256 else 2  # FC1's passes
-                    times = {Phase.LOAD: 1, Phase.LOAD_SCALES: 1, Phase.MAIN_LOOP: loops, Phase.STORE: 1}
+                    times = {Phase.LOAD: 1, Phase.MAIN_LOOP: loops, Phase.STORE: 1}
                     for phase, each in times.items():
-                        warps = 1 if phase in (Phase.LOAD, Phase.LOAD_SCALES) else knobs.tile_rows // 64
+                        warps = 1 if phase == Phase.LOAD else knobs.tile_rows // 64
                         found = mine[(mine["kernel"] == name) & (mine["phase"] == phase)]["tile"]
                         assert sorted(found.tolist()) == sorted([*range(total)] * (each * warps * knobs.cluster_cols))
 
