@@ -35,18 +35,9 @@ def choices(seed: int, eager: float):
     return lambda n: 0 if rng.random() < eager else rng.randrange(n)
 
 
-@given(
-    SHAPES,
-    st.booleans(),
-    st.integers(1, 12),
-    st.integers(1, 2),
-    st.integers(0, 1 << 32),
-    st.sampled_from([0.0, 0.5, 0.95]),
-)
-def test_every_order_ends_well(
-    shape: Shape, scales: bool, pass_blocks: int, passes: int, seed: int, eager: float
-) -> None:
-    run(scaled(shape, pass_blocks, passes) if scales else shape, choices(seed, eager))
+@given(SHAPES, st.integers(0, 12), st.integers(1, 2), st.integers(0, 1 << 32), st.sampled_from([0.0, 0.5, 0.95]))
+def test_every_order_ends_well(shape: Shape, pass_blocks: int, passes: int, seed: int, eager: float) -> None:
+    run(scaled(shape, pass_blocks, passes) if pass_blocks else shape, choices(seed, eager))
 
 
 @pytest.mark.parametrize("kind", [0, 1])
@@ -55,8 +46,6 @@ def test_every_order_ends_well(
 def test_half_as_many_slots_for_scales_are_found(stages: int, pass_blocks: int, kind: int) -> None:
     good = scaled(Shape(stages=stages, k_blocks=24), pass_blocks, 1)
     run(good, choices(1, 0.5))
-    if good.slots[kind] == 1:
-        return
     bad = replace(good, slots=tuple(n // 2 if k == kind else n for k, n in enumerate(good.slots)))
     with pytest.raises(Broken, match=f"of kind {kind} wanted"):
         for seed in range(200):

@@ -176,19 +176,17 @@ def test_shares_add_up(records: np.ndarray) -> None:
         ("pull", "copier"),
         ("fc1", "math"),
         ("fc1", "TMA"),
-        ("fc1", "scales"),
         ("reduce", "all warps"),
     ]
     for row in rows:
         total = sum(row["waits"].values()) + sum(row["works"].values()) + row["between"] + row["outside"]
         assert total == pytest.approx(1) and row["outside"] >= 0
-    stage, pull, math, tma, scales, reduce = rows
-    assert [row["warps"] for row in rows] == [64, 32, 16, 8, 8, 8]
+    stage, pull, math, tma, reduce = rows
+    assert [row["warps"] for row in rows] == [64, 32, 16, 8, 8]
     assert math["us"] == pytest.approx(0.5 + 20 * 13.5)  # from the TMA warp's first record on
     assert math["waits"] == {"a full stage": pytest.approx(20 * 1500 / 270_500)}
     assert math["outside"] == pytest.approx(500 / 270_500)
     assert tma["waits"] == {"an empty stage": pytest.approx(20 * 11_000 / 270_500)}
-    assert scales["waits"] == {"an empty stage": pytest.approx(20 * 9_000 / 270_500)}
     assert reduce["waits"] == {
         "the owners' rows": pytest.approx(8 / 28.9),
         "barrier, fence, publish": pytest.approx(0.9 / 28.9),
