@@ -219,7 +219,7 @@ def test_chrome_events(records: np.ndarray, tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 0, GPU 0"]
-    assert len(threads) == len(set(threads.values())) == 8 * (8 + 4 + 2 + 1 + 1)
+    assert len(threads) == len(set(threads.values())) == 8 * (8 + 4 + 2 + 1)
     drawn = [e for e in events if e["ph"] == "X"]
     assert len(drawn) == len(records) and min(e["ts"] for e in drawn) == 0
     last: dict[tuple, float] = {}
