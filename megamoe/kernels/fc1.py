@@ -115,13 +115,13 @@ def fc1_tile(
                 stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
                 since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
             at = number * gemm.halves + half
+            gemm_epilogue.activate(spec.clamp, math.acc[half], at, factor, not gemm.scaled, weights, values)
             if cutlass.const_expr(spec.keep_preactivation):
                 dests = tuple(gemm_epilogue.row_address(kept, spec.kept_pitch, row) for row in mine)
                 gemm_epilogue.store_preactivation(
                     *(spec.intermediate, math.acc[half], tile.column * items + at),
                     *(factor, not gemm.scaled, math.quad, dests, live),
                 )
-            gemm_epilogue.activate(spec.clamp, math.acc[half], at, factor, not gemm.scaled, weights, values)
         since = trace.end(math.pen, since, Role.MATH, Phase.ACTIVATE, tile.index)
     dests = tuple(gemm_epilogue.row_address(act, spec.act_pitch, row) for row in mine)
     gemm_epilogue.store_activation(
