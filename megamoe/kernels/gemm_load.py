@@ -72,8 +72,8 @@ def make_operands(gemm: GemmSpec, a: Int64, b: Int64, w_scale: Int64, rows_total
     rows_b = Int32(gemm.experts * gemm.n)
     return Operands(
         *tma(a, rows_total, gemm.pitch, gemm.tile_rows, gemm.cluster_cols),
-        *tma(b, rows_b, gemm.k, BLOCK, gemm.cluster_rows),
-        tuple(tma(b, rows_b, gemm.k, BLOCK, 1)) if gemm.cluster_rows > 1 else (),
+        *tma(b, rows_b, gemm.k, gemm.w_tile, gemm.cluster_rows),
+        tuple(tma(b, rows_b, gemm.k, gemm.w_tile, 1)) if gemm.cluster_rows > 1 else (),
         gemm_scales.make_source(gemm, a + gemm.k, w_scale, rows_total) if gemm.scaled else None,
     )
 
@@ -84,14 +84,23 @@ def weight_tiles(
     atom: cute.CopyAtom,
     b: cute.Tensor,
     ring: Ring,
-    n_tile: Int32,
+    tile: Tile,
+    number: cutlass.Constexpr,
     part: Int32 | int,
     parts: cutlass.Constexpr,
 ) -> tuple[cute.Tensor, list[cute.Tensor]]:
-    """TMA views of part `part` of `parts` of the ring's weight tiles, and of each half's source from n_tile on."""
+    """TMA views of part `part` of `parts` of the ring's weight tiles, and of each half's source in pass `number`.
+
+    Rows past the expert's n, of a last tile that is partly empty, are the next expert's or zeros: fine to read.
+    """
     layout, sources = cute.make_layout(parts), []
+    first = (tile.column * gemm.passes + number) * gemm.halves
+    if cutlass.const_expr(gemm.n % gemm.w_tile == 0):
+        first = tile.expert * (gemm.n // gemm.w_tile) + first
+    else:
+        b = cute.domain_offset((tile.expert * gemm.n, 0), b)
     for half in cutlass.range_constexpr(gemm.halves):
-        gb = cute.local_tile(b, (BLOCK, BLOCK), (n_tile + half, None))
+        gb = cute.local_tile(b, (gemm.w_tile, BLOCK), (first + half, None))
         to, source = cpasync.tma_partition(
             atom, part, layout, cute.group_modes(ring.b, 0, 2), cute.group_modes(gb, 0, 2)
         )
@@ -147,10 +156,9 @@ def produce_tile(
     with cute.arch.elect_one():
         tell_tile(ring, stage, tile)
     for number in cutlass.range_constexpr(gemm.passes):
-        n_tile = tile.expert * (gemm.n // BLOCK) + (tile.column * gemm.passes + number) * gemm.halves
-        to_b, from_b = weight_tiles(gemm, ops.atom_b, ops.b, ring, n_tile, place[0], gemm.cluster_rows)
+        to_b, from_b = weight_tiles(gemm, ops.atom_b, ops.b, ring, tile, number, place[0], gemm.cluster_rows)
         if cutlass.const_expr(gemm.cluster_rows > 1):
-            to_alone, from_alone = weight_tiles(gemm, *ops.alone, ring, n_tile, 0, 1)
+            to_alone, from_alone = weight_tiles(gemm, *ops.alone, ring, tile, number, 0, 1)
         for kb in cutlass.range(gemm.k_blocks, unroll=1):
             full = ring.full + stage
             trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)

@@ -29,9 +29,9 @@ MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are all
 class MathThread(NamedTuple):
     """Fragment views of a math thread, its accumulators, and where it stands in a tile.
 
-    acc [halves] and temp are fp32 [64]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
+    acc [halves] and temp are fp32 [w_tile / 2]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
     half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views. scales
-    (rows [2 * groups], weights [w_scales]) and factors [2 * groups, w_scales] are fp32, of a K block. row counts
+    (rows [2 * groups], weights [w_parts]) and factors [2 * groups, w_parts] are fp32, of a K block. row counts
     from the tile's first row. zero and more are the MMA without and with accumulation. pen: see trace.py.
     """
 
@@ -53,7 +53,7 @@ class MathThread(NamedTuple):
 def mma_weights(gemm: cutlass.Constexpr, ring: Ring) -> cute.Tensor:
     """The ring's weights as WGMMAs read them: tiles [mma_cols, 128]. A stage's halves lie one after the other."""
     b = ring.b
-    if cutlass.const_expr(gemm.mma_cols > BLOCK):
+    if cutlass.const_expr(gemm.mma_cols > gemm.w_tile):
         b = cute.make_tensor(b.iterator, smem_layout(gemm, gemm.mma_cols, gemm.stages).outer)
     return b
 
@@ -83,15 +83,15 @@ def make_math_thread(
     a = zero.make_fragment_A(mine.partition_A(ring.a))
     b = zero.make_fragment_B(mine.partition_B(mma_weights(gemm, ring)))
     shape = zero.partition_shape_C((gemm.tile_rows, gemm.mma_cols))
-    sums = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(BLOCK * gemm.halves // gemm.mma_cols))
+    sums = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(gemm.w_tile * gemm.halves // gemm.mma_cols))
     acc = sums
-    if cutlass.const_expr(gemm.mma_cols > BLOCK):
+    if cutlass.const_expr(gemm.mma_cols > gemm.w_tile):
         acc = tuple(cute.make_tensor(sums[0].iterator + 64 * half, cute.make_layout(64)) for half in range(gemm.halves))
     temp = cute.make_rmem_tensor(shape, Float32)
     pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
     row = prims.keep(thread // 32 * 16 + thread % 32 // 4)
-    scales = tuple(cute.make_rmem_tensor(n, Float32) for n in (2 * gemm.groups, gemm.w_scales))
-    factors = cute.make_rmem_tensor((2 * gemm.groups, gemm.w_scales), Float32)
+    scales = tuple(cute.make_rmem_tensor(n, Float32) for n in (2 * gemm.groups, gemm.w_parts))
+    factors = cute.make_rmem_tensor((2 * gemm.groups, gemm.w_parts), Float32)
     return MathThread(zero, more, a, b, acc, sums, temp, scales, factors, row, thread % 4, pen)
 
 
@@ -182,10 +182,10 @@ def await_stage(
 
 @cute.jit
 def multiply_scales(gemm: cutlass.Constexpr, math: MathThread):
-    """math.factors[2g + h, w] = scale of row half h in group g times weight scale w, of what was read last."""
+    """math.factors[2g + h, w] = scale of row half h in group g times that of part w, of what was read last."""
     rows, weights = math.scales
     for i in cutlass.range_constexpr(2 * gemm.groups):
-        for w in cutlass.range_constexpr(gemm.w_scales):
+        for w in cutlass.range_constexpr(gemm.w_parts):
             math.factors[i, w] = rows[i] * weights[w]
 
 
@@ -200,7 +200,9 @@ def add_promoted(gemm: cutlass.Constexpr, math: MathThread, half: cutlass.Conste
         for h in cutlass.range_constexpr(2):  # all additions of a factor in a row: operands are read less often
             for first in cutlass.range_constexpr(step):
                 factor = math.factors[2 * g + h, first if gemm.paired else half]
-                for chunk in cutlass.range_constexpr(first, 16, step):
+                for chunk in cutlass.range_constexpr(first, gemm.w_tile // 8, step):
+                    if cutlass.const_expr(gemm.w_tile != BLOCK):
+                        factor = math.factors[2 * g + h, chunk // 8]
                     for i in cutlass.range_constexpr(4 * chunk + 2 * h, 4 * chunk + 2 * h + 2):
                         acc[i] += math.temp[i] * factor
 

@@ -30,8 +30,9 @@ class GemmSpec:
     pitch: bytes between row records. mode: "single" (one accumulator), "promoted" (a second fp32 sum every
     128 of k) or "block" (promoted, times scales). group: columns that share a row scale ("block").
     paired: weight tiles of 128 rows hold 64 gate and 64 up columns in chunks of 8, in turns (FC1).
-    halves: weight tiles that a work item multiplies with the rows at once, 1 or 2. passes: how often it does,
-    one after another. mma_cols: columns of one WGMMA, those of a weight tile or of both halves ("single").
+    w_tile: rows of a weight tile, 128 or 192. halves: weight tiles that a work item multiplies with the rows at once, 1
+    or 2 (of 128). passes: how often it does, one after another. mma_cols: columns of one WGMMA, those of a weight tile
+    or of both halves ("single").
     cluster_rows, cluster_cols: CTAs of a cluster down and across, 1 or 2 each; CTA r of it has
     row r // cluster_cols and column r % cluster_cols.
     """
@@ -45,6 +46,7 @@ class GemmSpec:
     group: int
     paired: bool
     passes: int
+    w_tile: int
     halves: int
     mma_cols: int
     cluster_rows: int
@@ -70,7 +72,12 @@ class GemmSpec:
     @property
     def columns(self) -> int:
         """Columns of a work item."""
-        return BLOCK * self.passes * self.halves
+        return self.w_tile * self.passes * self.halves
+
+    @property
+    def across(self) -> int:
+        """Column tiles of one row tile; with a w_tile of 192 the last one may reach past n."""
+        return tiles.ceil_div(self.n, self.columns)
 
     @property
     def cluster(self) -> int:
@@ -80,12 +87,17 @@ class GemmSpec:
     @property
     def n_tiles(self) -> int:
         """Work items of one row tile, for a whole cluster; with two rows, half the work items of two row tiles."""
-        return self.n // (self.columns * self.cluster)
+        return self.across // self.cluster
 
     @property
     def w_scales(self) -> int:
-        """Weight scales of a work item and K block: of gate and up, else of each half."""
-        return 2 if self.paired else self.halves
+        """Weight scales of a work item and K block: of gate and up, else of each 128 columns, begun ones included."""
+        return 2 if self.paired else tiles.ceil_div(self.w_tile * self.halves, BLOCK)
+
+    @property
+    def w_parts(self) -> int:
+        """Factors of a row and K block: one for each weight scale, or with a w_tile of 192 for each 64 columns."""
+        return self.w_scales if self.w_tile == BLOCK else self.w_tile // 64
 
     @property
     def scale_step(self) -> int:
@@ -150,7 +162,7 @@ class GemmSpec:
     @property
     def stage_bytes(self) -> int:
         """Bytes that TMA brings to one stage, row scales left out."""
-        return (self.tile_rows + BLOCK * self.halves) * BLOCK
+        return (self.tile_rows + self.w_tile * self.halves) * BLOCK
 
     @property
     def smem_bytes(self) -> int:
@@ -170,17 +182,23 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
 
     Stages fill shared memory unless knobs.stages says how many. Raises ConfigError for knobs that don't fit.
     """
-    halves = knobs.tile_cols // BLOCK
+    field, columns = "tile_cols", knobs.tile_cols
+    if name == "fc2" and knobs.fc2_cols is not None:
+        field, columns = "fc2_cols", knobs.fc2_cols
+    w_tile = BLOCK if columns % BLOCK == 0 else columns
+    halves = columns // w_tile
     passes = fixed.pop("passes") // halves or 1
-    clusters = dict(cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols)
-    shape = dict(halves=halves, passes=passes, mma_cols=knobs.mma_cols, tile_rows=knobs.tile_rows)
-    shape |= clusters
+    wide = columns > BLOCK and knobs.mma_cols > BLOCK
+    shape = dict(w_tile=w_tile, halves=halves, passes=passes, tile_rows=knobs.tile_rows)
+    shape |= dict(
+        mma_cols=columns if wide else w_tile, cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols
+    )
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
-    if spec.n % spec.columns:
-        raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")
+    if w_tile == BLOCK and spec.n % spec.columns:
+        raise ConfigError(field, columns, f"128 for {name}, whose N is {spec.n}")
     if knobs.mma_cols > BLOCK and (knobs.mma_cols > knobs.tile_cols or spec.mode != "single"):
         raise ConfigError("mma_cols", knobs.mma_cols, "128, or 256 with accum='single' and tile_cols=256")
-    across = spec.n // spec.columns
+    across = spec.across
     if across % spec.cluster_cols:
         raise ConfigError("cluster_cols", knobs.cluster_cols, f"1 for {name}, which has {across} column tiles")
     if across % spec.cluster:
@@ -189,7 +207,7 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     while spec.smem_bytes > SMEM_BYTES:
         spec = replace(spec, stages=spec.stages - 1)
     if knobs.stages is not None and knobs.stages > spec.stages:
-        given = f"tile_rows = {knobs.tile_rows}, tile_cols = {knobs.tile_cols} and {spec.experts} experts a rank"
+        given = f"tile_rows = {knobs.tile_rows}, {field} = {columns} and {spec.experts} experts a rank"
         raise ConfigError("stages", knobs.stages, f"at most {spec.stages} with {given}")
     return replace(spec, stages=knobs.stages or spec.stages)
 
