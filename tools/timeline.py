@@ -18,10 +18,14 @@ RECORD = np.dtype(
     [
         *(("rank", "i4"), ("gpu", "i4"), ("kernel", "U16"), ("cta", "i4"), ("slot", "i4")),
         *(("sm", "i4"), ("role", "i4"), ("phase", "i4"), ("tile", "i4")),
-        *(("start", "i8"), ("end", "i8"), ("waited", "i8")),
+        *(("start", "i8"), ("end", "i8"), ("waited", "i8"), ("cycles", "u4")),
     ]
 )
-"""start, end: ns of the GPU's %globaltimer; waited: ns of the record in which its warp waited."""
+"""start, end: ns of the GPU's %globaltimer; waited: ns of the record in which its warp waited; cycles: those of the SM's
+clock at its end, modulo 2**32."""
+
+LEAST_CLOCK_NS = 20_000
+"""Between a warp's first and last record, for its SM's clock to be told: %globaltimer steps by about 1 us."""
 
 
 class Look(NamedTuple):
@@ -73,7 +77,8 @@ def decode(buffer: np.ndarray, kernel: str, rank: int = 0, gpu: int = 0) -> tupl
     found = np.zeros(len(words), RECORD)
     found["cta"], found["slot"], _ = np.nonzero(kept)
     found["rank"], found["gpu"], found["kernel"] = rank, gpu, kernel
-    found["start"], found["end"], found["waited"] = words[:, 0], words[:, 1], words[:, 3]
+    found["start"], found["end"], found["waited"] = words[:, 0], words[:, 1], words[:, 3] & 0xFFFFFFFF
+    found["cycles"] = words[:, 3] >> 32 & 0xFFFFFFFF
     found["role"], found["phase"] = words[:, 2] & 0xFF, words[:, 2] >> 8 & 0xFF
     found["sm"], found["tile"] = words[:, 2] >> 16 & 0xFFFF, words[:, 2] >> 32
     return found, int(np.maximum(counts - room, 0).sum())
@@ -122,7 +127,8 @@ def ordinals(records: Records, group: Sequence[str], within: Sequence[str]) -> n
 def shares(records: Records) -> list[dict[str, Any]]:
     """A row for each kernel and role: where its warps' share of the kernel's time went.
 
-    us: mean over ranks from the kernel's first record to its last. warps: that recorded. waits, works: {what: share}.
+    us: mean over ranks from the kernel's first record to its last. warps: that recorded. mhz: median of their SMs'
+    clocks, None where no warp recorded for long enough. waits, works: {what: share}.
     between: share between a warp's records. outside: before its first and after its last. All shares add up to 1.
     """
     rows = []
@@ -142,6 +148,7 @@ def shares(records: Records) -> list[dict[str, Any]]:
                     role=ROLES[Role(int(mine["role"][0]))],
                     warps=len(warps),
                     us=sum(spans.values()) / len(spans) / 1000,
+                    mhz=_clock(warps),
                     waits={what: ns / whole for what, ns in waits.items()},
                     works={what: ns / whole for what, ns in works.items()},
                     between=(inside - busy) / whole,
@@ -149,6 +156,18 @@ def shares(records: Records) -> list[dict[str, Any]]:
                 )
             )
     return rows
+
+
+def _clock(warps: Sequence[Records]) -> float | None:
+    """Median over warps of the SM clock between the ends of their first and last record, in MHz."""
+    if not all("cycles" in warp.dtype.names for warp in warps):
+        return None  # records of an earlier version
+    rates = []
+    for warp in warps:
+        ns = int(warp["end"][-1] - warp["end"][0])
+        if LEAST_CLOCK_NS <= ns < 1_000_000_000:  # the count of cycles comes round after two seconds
+            rates.append(1000 * (int(warp["cycles"][-1]) - int(warp["cycles"][0]) & 0xFFFFFFFF) / ns)
+    return float(np.median(rates)) if rates else None
 
 
 def _split(records: Records) -> tuple[dict[str, int], dict[str, int]]:
@@ -168,13 +187,14 @@ def _split(records: Records) -> tuple[dict[str, int], dict[str, int]]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """shares() as Markdown: percentages of the kernel's time."""
-    heads = ("kernel", "role", "warps", "us", "waits", "for", "works", "at", "between", "outside")
-    lines = [heads, ("---", "---", *["--:"] * 3, "---", "--:", "---", "--:", "--:")]
+    heads = ("kernel", "role", "warps", "us", "MHz", "waits", "for", "works", "at", "between", "outside")
+    lines = [heads, ("---", "---", *["--:"] * 4, "---", "--:", "---", "--:", "--:")]
     for row in rows:
         waits, works = row["waits"], row["works"]
         lines.append(
             (
                 *(row["kernel"], row["role"], str(row["warps"]), f"{row['us']:.1f}"),
+                "" if row["mhz"] is None else f"{row['mhz']:.0f}",
                 *(percent(sum(waits.values())), named(waits), percent(sum(works.values())), named(works)),
                 *(percent(row["between"]), percent(row["outside"])),
             )
@@ -215,7 +235,7 @@ def chrome_events(records: Records) -> Iterator[dict[str, Any]]:
         yield dict(name="thread_sort_index", ph="M", pid=pid, tid=tid, args={"sort_index": tid})
     zero = int(records["start"].min())
     for record, pid, tid in zip(records.tolist(), pids.tolist(), tids.tolist()):
-        _, _, kernel, cta, _, _, _, phase, tile, start, end, waited = record
+        _, _, kernel, cta, _, _, _, phase, tile, start, end, waited = record[:12]
         look = LOOKS[Phase(phase)]
         args: dict[str, Any] = dict(kernel=kernel, cta=cta, tile=tile)
         if look.waits_for and not look.only:

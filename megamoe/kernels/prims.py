@@ -194,6 +194,12 @@ def globaltimer(*, loc=None, ip=None) -> Int64:
 
 
 @dsl_user_op
+def clock(*, loc=None, ip=None) -> Int32:
+    """Cycles of this SM's clock, the low 32 bits."""
+    return _asm("mov.u32 $0, %clock;", ["i32"], [], loc=loc, ip=ip)
+
+
+@dsl_user_op
 def smid(*, loc=None, ip=None) -> Int32:
     """Number of the SM that the thread runs on."""
     return _asm("mov.u32 $0, %smid;", ["i32"], [], pure=True, loc=loc, ip=ip)

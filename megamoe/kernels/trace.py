@@ -6,7 +6,8 @@ int64 [CTAs, SLOTS, 1 + spec.trace, FIELDS]: each recording warp owns the slice 
 one lane, so there are no atomics. Record 0 of a slice is its header: word 0 counts the records that were asked for,
 also those past the end, which are dropped. A count that is not cleared goes on in the next launch.
 
-A record: start ns; end ns; role | phase << 8 | SM << 16 | tile << 32; ns of it waited. Times are %globaltimer's.
+A record: start ns; end ns; role | phase << 8 | SM << 16 | tile << 32; ns of it waited | the SM's cycles at its end
+<< 32. Times are %globaltimer's.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def end(pen: Tracer | None, since: Int64 | None, role: cutlass.Constexpr, phase:
                 prims.st_i64(at + 8, now)
                 prims.st_i32(at + 16, Int32(int(role) | int(phase) << 8) | (prims.smid() << 16))
                 prims.st_i32(at + 20, tile)
-                prims.st_i64(at + 24, Int64(pen.cells[1]))
+                prims.st_i32(at + 24, pen.cells[1])
+                prims.st_i32(at + 28, prims.clock())
             pen.cells[0] += 1
             prims.st_i64(pen.at, Int64(pen.cells[0]))
         pen.cells[1] = Int32(0)

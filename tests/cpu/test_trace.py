@@ -147,10 +147,11 @@ def test_decoding_gives_back_what_was_written() -> None:
     written = [(Phase.MAIN_LOOP, 10, 3, 2**31 - 1), (Phase.STORE, 5, 0, NO_TILE)]
     traces.put(buffer, 2, 1, 131, Role.MATH, written, 10**18)
     found, dropped = timeline.decode(buffer.numpy(), "fc1", rank=5, gpu=1)
+    cycles = [(10**18 + ns) * traces.CYCLES_PER_NS % 2**32 for ns in (10, 15)]
     assert dropped == 0 and found.dtype == timeline.RECORD
     assert found.tolist() == [
-        (5, 1, "fc1", 2, 1, 131, Role.MATH, Phase.MAIN_LOOP, 2**31 - 1, 10**18, 10**18 + 10, 3),
-        (5, 1, "fc1", 2, 1, 131, Role.MATH, Phase.STORE, NO_TILE, 10**18 + 10, 10**18 + 15, 0),
+        (5, 1, "fc1", 2, 1, 131, Role.MATH, Phase.MAIN_LOOP, 2**31 - 1, 10**18, 10**18 + 10, 3, cycles[0]),
+        (5, 1, "fc1", 2, 1, 131, Role.MATH, Phase.STORE, NO_TILE, 10**18 + 10, 10**18 + 15, 0, cycles[1]),
     ]
 
 
@@ -183,6 +184,8 @@ def test_shares_add_up(records: np.ndarray) -> None:
         assert total == pytest.approx(1) and row["outside"] >= 0
     stage, pull, math, tma, reduce = rows
     assert [row["warps"] for row in rows] == [64, 32, 16, 8, 8]
+    clocks = [None, 2000, 2000, 2000, 2000]  # a warp of stage is too short to tell
+    assert [row["mhz"] for row in rows] == [c and pytest.approx(c) for c in clocks]
     assert math["us"] == pytest.approx(0.5 + 20 * 13.5)  # from the TMA warp's first record on
     assert math["waits"] == {"a full stage": pytest.approx(20 * 1500 / 270_500)}
     assert math["outside"] == pytest.approx(500 / 270_500)
@@ -193,7 +196,7 @@ def test_shares_add_up(records: np.ndarray) -> None:
     }
     assert set(pull["waits"]) == {"the peers' lists", "bytes of a row", "its own writes"} and not stage["waits"]
     text = timeline.table(rows)
-    assert "| fc1 | math | 16 | 270.5 | 11.1 % | a full stage 11.1 % |" in text
+    assert "| fc1 | math | 16 | 270.5 | 2000 | 11.1 % | a full stage 11.1 % |" in text
     assert len({line.count("|") for line in text.splitlines()}) == 1
 
 

@@ -7,6 +7,7 @@ import torch
 from megamoe.kernels import trace
 from megamoe.kernels.trace import NO_TILE, Phase, Role
 
+CYCLES_PER_NS = 2
 STARTS = {"stage": 0, "pull": 20_000, "fc1": 60_000, "reduce": 400_000}
 
 
@@ -16,7 +17,8 @@ def put(buffer: torch.Tensor, cta: int, slot: int, sm: int, role: Role, phases: 
         count = int(buffer[cta, slot, 0, 0])
         if count < buffer.shape[2] - 1:
             word = role | phase << 8 | sm << 16 | (tile & 0xFFFFFFFF) << 32
-            words = [start, start + ns, word - (word >> 63 << 64), waited]
+            cycles = (start + ns) * CYCLES_PER_NS & 0xFFFFFFFF
+            words = [start, start + ns, *(w - (w >> 63 << 64) for w in (word, waited | cycles << 32))]
             buffer[cta, slot, 1 + count] = torch.tensor(words)
         buffer[cta, slot, 0, 0] += 1
         start += ns
