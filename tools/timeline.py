@@ -21,8 +21,8 @@ RECORD = np.dtype(
         *(("start", "i8"), ("end", "i8"), ("waited", "i8"), ("cycles", "u4")),
     ]
 )
-"""start, end: ns of the GPU's %globaltimer; waited: ns of the record in which its warp waited; cycles: those of the SM's
-clock at its end, modulo 2**32."""
+"""start, end: ns of the GPU's %globaltimer; waited: ns of the record in which its warp waited; cycles: of its SM at the
+record's end, modulo 2**32."""
 
 LEAST_CLOCK_NS = 20_000
 """Between a warp's first and last record, for its SM's clock to be told: %globaltimer steps by about 1 us."""
