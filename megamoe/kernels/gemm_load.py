@@ -152,7 +152,7 @@ def produce_tile(
     )
     if cutlass.const_expr(gemm.scaled):
         windows = gemm_scales.row_windows(gemm, ops.scales, ring.scales, tile)
-    trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
+    trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)  # here too: what the stage told of its last tile is read
     with cute.arch.elect_one():
         tell_tile(ring, stage, tile)
     for number in cutlass.range_constexpr(gemm.passes):

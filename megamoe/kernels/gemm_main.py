@@ -23,15 +23,15 @@ from .gemm_ring import FP8_TYPES, Ring, advance, hear_tile, release, smem_layout
 from .gemm_scales import ScalePlace
 from .gemm_tiles import WARPGROUP, Tile
 
-MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are allotted at launch
+MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are allotted at launch (256 get more)
 
 
 class MathThread(NamedTuple):
     """Fragment views of a math thread, its accumulators, and where it stands in a tile.
 
-    acc [halves] and temp are fp32 [w_tile / 2]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
-    half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views. scales
-    (rows [2 * groups], weights [w_parts]) and factors [2 * groups, w_parts] are fp32, of a K block. row counts
+    acc [halves] are fp32 [w_tile / 2], temp [mma_cols / 2]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad
+    + e of a half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views.
+    scales (rows [2 * groups], weights [w_parts]) and factors [2 * groups, w_parts] are fp32, of a K block. row counts
     from the tile's first row. zero and more are the MMA without and with accumulation. pen: see trace.py.
     """
 
@@ -265,8 +265,8 @@ def start_tile(
 ) -> tuple[Int32, Int32]:
     """The main loop of gemm.mode, one pass of a work item, up to its last WGMMAs, which are in flight on return.
 
-    All of math.acc but the last half may be used then (gemm.early halves); finish_tile completes the rest. Returns what
-    finish_tile takes. place: gemm_scales.place of the pass, None without block scales.
+    The first gemm.early halves of math.acc may be used then; finish_tile completes the others. Returns what finish_tile
+    takes. place: gemm_scales.place of the pass, None without block scales.
     """
     if cutlass.const_expr(gemm.mode == "single"):
         stage, phase = sum_single(gemm, ring, math, stage, phase)

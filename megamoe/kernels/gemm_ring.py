@@ -1,4 +1,4 @@
-"""Shared memory of a grouped FP8 GEMM: a ring of stages between the producer warps and the math warpgroups.
+"""Shared memory of a grouped FP8 GEMM: a ring of stages between the producer warp and the math warpgroups.
 
 A stage is one K block of 128: A [tile_rows, 128] and `halves` weight tiles B [w_tile, 128], FP8 in rows of 128
 bytes (SW128). Block scales come with some of the stages, into slots of their own (gemm_scales.py). Ring state

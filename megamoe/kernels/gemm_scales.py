@@ -3,7 +3,7 @@
 Scales of rows lie behind the codes in their records: one TMA brings those of WINDOW K blocks for a whole tile. Scales
 of weights, fp32 [experts, n / 128, k_blocks], come once a work item, a plain bulk copy for each of its scale blocks.
 Both are counted by the full barrier of the stage that they come with, but are read longer, so they have slots of their
-own; sched.tiles.slots_for says how many are enough without another barrier.
+own; sched.tiles.slots_for says how many are enough without another barrier. Each CTA of a cluster loads its own.
 
 Source: PTX ISA, "cp.async.bulk", "cp.async.bulk.tensor" (16 bytes are the least, and the alignment).
 """
@@ -99,6 +99,12 @@ def weight_bytes(gemm: cutlass.Constexpr, row: Int32) -> Int32 | int:
     return (misfit(gemm, row) + (4 * gemm.k_blocks + 15)) // 16 * 16
 
 
+@cute.jit
+def weights_at(gemm: cutlass.Constexpr, slots: ScaleSlots, item: Int32, w: cutlass.Constexpr) -> Int32:
+    """Shared address of the slot for scale row w of the CTA's work item number `item`."""
+    return slots.weights + ((item & (gemm.item_slots - 1)) * gemm.w_scales + w) * gemm.w_row_bytes
+
+
 # ---- producer ------------------------------------------------------------------------------------
 
 
@@ -156,12 +162,6 @@ def copy_due(
 
 
 # ---- math ----------------------------------------------------------------------------------------
-
-
-@cute.jit
-def weights_at(gemm: cutlass.Constexpr, slots: ScaleSlots, item: Int32, w: cutlass.Constexpr) -> Int32:
-    """Shared address of the slot for scale row w of the CTA's work item number `item`."""
-    return slots.weights + ((item & (gemm.item_slots - 1)) * gemm.w_scales + w) * gemm.w_row_bytes
 
 
 @cute.jit

@@ -33,6 +33,16 @@ class GemmSpec:
     w_tile: rows of a weight tile, 128 or 192. halves: weight tiles that a work item multiplies with the rows at once, 1
     or 2 (of 128). passes: how often it does, one after another. mma_cols: columns of one WGMMA, those of a weight tile
     or of both halves ("single").
+
+    A work item is tile_rows rows times w_tile * halves * passes columns, its column tile. Of a GEMM for Knobs:
+
+    | tile_cols (fc2_cols) | GEMM | w_tile | halves | passes |
+    |---|---|---|---|---|
+    | 128 | FC1, block scales with act_group 128 | 128 | 1 | 2 |
+    | 128 | all others | 128 | 1 | 1 |
+    | 192 | FC2 | 192 | 1 | 1 |
+    | 256 | both | 128 | 2 | 1 |
+
     cluster_rows, cluster_cols: CTAs of a cluster down and across, 1 or 2 each; CTA r of it has
     row r // cluster_cols and column r % cluster_cols.
     """
@@ -86,7 +96,8 @@ class GemmSpec:
 
     @property
     def n_tiles(self) -> int:
-        """Work items of one row tile, for a whole cluster; with two rows, half the work items of two row tiles."""
+        """Work items of one row tile for a whole cluster; with two rows of CTAs, which run two row tiles at once, half
+        of what two row tiles have (sched.tiles.split_pairs)."""
         return self.across // self.cluster
 
     @property
@@ -161,7 +172,7 @@ class GemmSpec:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes that TMA brings to one stage, row scales left out."""
+        """Bytes that TMA brings to one stage, scales left out."""
         return (self.tile_rows + self.w_tile * self.halves) * BLOCK
 
     @property
@@ -180,6 +191,7 @@ class GemmSpec:
 def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     """The spec of GEMM `name` ("fc1", "fc2") with tile, cluster and stages from knobs, and everything else given.
 
+    passes: of tiles of 128 columns that a work item needs; wider tiles need fewer.
     Stages fill shared memory unless knobs.stages says how many. Raises ConfigError for knobs that don't fit.
     """
     field, columns = "tile_cols", knobs.tile_cols
@@ -202,7 +214,7 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     if across % spec.cluster_cols:
         raise ConfigError("cluster_cols", knobs.cluster_cols, f"1 for {name}, which has {across} column tiles")
     if across % spec.cluster:
-        allowed = f"1 for {name}: all {spec.cluster} CTAs share the {across} column tiles of an odd last row tile"
+        allowed = f"1 for {name}: all {spec.cluster} CTAs share out the {across} column tiles of an odd last row tile"
         raise ConfigError("cluster_rows", knobs.cluster_rows, allowed)
     while spec.smem_bytes > SMEM_BYTES:
         spec = replace(spec, stages=spec.stages - 1)
@@ -230,8 +242,8 @@ class Schedule(NamedTuple):
 
 class Tile(NamedTuple):
     """One work item. row: its first pool row; end: its expert's; column: its column tile (of GemmSpec.columns);
-    index: of total_tiles, the same in all CTAs of a cluster. stacked: with two rows of CTAs, whether they run two row
-    tiles and the same column tiles, thus the same weights; else None."""
+    index: of total_tiles, the same in all CTAs of a cluster. stacked: for the producer, with two rows of CTAs, whether
+    they run two row tiles and the same column tiles, thus the same weights; else None."""
 
     expert: Int32
     row: Int32

@@ -18,7 +18,7 @@ WIDE_SINGLE, PAIRS_SINGLE = (Knobs(tile_cols=256, mma_cols=256, cluster_rows=pai
 
 
 def _in_pairs(cfg: MoEConfig, columns: int) -> bool:
-    """Whether both GEMMs have an even number of tiles of so many columns (FC1's are never narrower than 256 here)."""
+    """Whether FC2 has an even number of tiles of so many columns, and FC1 one of tiles of 256, thus of 128 too."""
     return cfg.intermediate % 256 == 0 and cfg.hidden % (2 * columns) == 0
 
 
@@ -28,7 +28,7 @@ def small(cfg: MoEConfig) -> Knobs:
 
 
 def large(cfg: MoEConfig) -> Knobs:
-    """128-row tiles, as wide and in as large clusters as the shape allows: less of each operand is read again."""
+    """128-row tiles, as wide as the shape allows and in pairs where it allows: less of each operand is read again."""
     if cfg.hidden % 256:
         return NARROW
     if cfg.accum == "single":
