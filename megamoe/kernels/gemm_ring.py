@@ -55,9 +55,9 @@ def make_ring(gemm: cutlass.Constexpr) -> Ring:
     layout_b = smem_layout(gemm, gemm.w_tile, gemm.stages * gemm.halves)
     a = smem.allocate_tensor(dtype, layout_a.outer, byte_alignment=SMEM_ALIGN, swizzle=layout_a.inner)
     b = smem.allocate_tensor(dtype, layout_b.outer, byte_alignment=SMEM_ALIGN, swizzle=layout_b.inner)
-    barriers = smem.allocate_array(Int64, 2 * gemm.stages)
+    scales = make_slots(gemm) if gemm.scaled else None  # right behind b: nothing is lost to its alignment
     tiles = prims.smem_addr(smem.allocate(gemm.stages * TILE_BYTES, 16))
-    scales = make_slots(gemm) if gemm.scaled else None
+    barriers = smem.allocate_array(Int64, 2 * gemm.stages)
     return Ring(a, b, tiles, scales, barriers, barriers + gemm.stages)
 
 

@@ -19,6 +19,7 @@ from cutlass import AddressSpace, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..config import BLOCK
+from ..sched import tiles
 from ..sched.tiles import WINDOW
 from . import prims
 from .gemm_tiles import GemmSpec, Tile
@@ -88,18 +89,6 @@ def weight_row(gemm: cutlass.Constexpr, tile: Tile, w: cutlass.Constexpr) -> Int
 
 
 @cute.jit
-def misfit(gemm: cutlass.Constexpr, row: Int32) -> Int32 | int:
-    """Bytes by which a row of weight scales misses a multiple of 16; its copy begins that much earlier."""
-    return 0 if gemm.k_blocks % 4 == 0 else row * gemm.k_blocks % 4 * 4
-
-
-@cute.jit
-def weight_bytes(gemm: cutlass.Constexpr, row: Int32) -> Int32 | int:
-    """Bytes that are copied for a row of weight scales: up to 12 more at either end, within its 16-byte granules."""
-    return (misfit(gemm, row) + (4 * gemm.k_blocks + 15)) // 16 * 16
-
-
-@cute.jit
 def weights_at(gemm: cutlass.Constexpr, slots: ScaleSlots, item: Int32, w: cutlass.Constexpr) -> Int32:
     """Shared address of the slot for scale row w of the CTA's work item number `item`."""
     return slots.weights + ((item & (gemm.item_slots - 1)) * gemm.w_scales + w) * gemm.w_row_bytes
@@ -129,7 +118,7 @@ def due_bytes(gemm: cutlass.Constexpr, tile: Tile, number: cutlass.Constexpr, kb
     if cutlass.const_expr(number == 0):
         if kb == 0:
             for w in cutlass.range_constexpr(gemm.w_scales):
-                due += weight_bytes(gemm, weight_row(gemm, tile, w))
+                due += tiles.row_granules(weight_row(gemm, tile, w), gemm.k_blocks)
     return due
 
 
@@ -155,10 +144,12 @@ def copy_due(
         if kb == 0:
             for w in cutlass.range_constexpr(gemm.w_scales):
                 row = weight_row(gemm, tile, w)
-                address = source.weights + (Int64(row) * (4 * gemm.k_blocks) - misfit(gemm, row))
+                address = source.weights + (Int64(row) * (4 * gemm.k_blocks) - tiles.row_misfit(row, gemm.k_blocks))
                 to_row = weights_at(gemm, slots, item, w)
                 with cute.arch.elect_one():
-                    prims.bulk_load(to_row, address, Int32(weight_bytes(gemm, row)), prims.smem_addr(full))
+                    prims.bulk_load(
+                        to_row, address, Int32(tiles.row_granules(row, gemm.k_blocks)), prims.smem_addr(full)
+                    )
 
 
 # ---- math ----------------------------------------------------------------------------------------
@@ -170,7 +161,8 @@ def place(
 ) -> ScalePlace:
     """Of pass `number` of work item `item`, for a thread whose first row is `row` of the tile."""
     weights = tuple(
-        weights_at(gemm, slots, item, w) + misfit(gemm, weight_row(gemm, tile, w)) for w in range(gemm.w_scales)
+        weights_at(gemm, slots, item, w) + tiles.row_misfit(weight_row(gemm, tile, w), gemm.k_blocks)
+        for w in range(gemm.w_scales)
     )
     if cutlass.const_expr(gemm.w_tile != BLOCK):  # 192 columns begin a scale block or end one; three parts of 64
         middle = weights[0]

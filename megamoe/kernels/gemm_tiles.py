@@ -152,8 +152,8 @@ class GemmSpec:
 
     @property
     def w_row_bytes(self) -> int:
-        """Shared memory of one row of weight scales: with what its copy brings besides (gemm_scales.weight_bytes)."""
-        return (4 * self.k_blocks + (0 if self.k_blocks % 4 == 0 else 12) + 15) // 16 * 16
+        """Shared memory of one row of weight scales, with what its copy brings besides."""
+        return tiles.most_granules(self.k_blocks)
 
     @property
     def w_slots_bytes(self) -> int:

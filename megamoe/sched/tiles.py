@@ -91,3 +91,18 @@ def slots_for(lengths: Sequence[int], stages: int) -> int:
 def windows_of(k_blocks: int) -> list[int]:
     """K blocks of each window of one pass."""
     return [min(WINDOW, k_blocks - first) for first in range(0, k_blocks, WINDOW)]
+
+
+def row_misfit(row: int, floats: int) -> int:
+    """Bytes by which row `row` of an fp32 matrix [.., floats], which begins at a multiple of 16 bytes, misses one."""
+    return 0 if floats % 4 == 0 else row * floats % 4 * 4
+
+
+def row_granules(row: int, floats: int) -> int:
+    """Bytes of the 16-byte granules that hold the row, from row_misfit before it on."""
+    return (row_misfit(row, floats) + (4 * floats + 15)) // 16 * 16
+
+
+def most_granules(floats: int) -> int:
+    """The largest row_granules of any row."""
+    return max(row_granules(row, floats) for row in range(4))

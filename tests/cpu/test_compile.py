@@ -9,11 +9,12 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is importe
 
 import pytest
 
-from megamoe.config import MoEConfig, supported_modes
+from megamoe.config import Knobs, MoEConfig, supported_modes
 from megamoe.kernels import build
 from megamoe.kernels.catalog import NAMES, V2_LITE, V3, CatalogEntry, catalog, shared_bytes
-from megamoe.kernels.fc1 import FC1Spec
-from megamoe.kernels.fc2 import FC2Spec
+from megamoe.kernels.fc1 import FC1, FC1Spec
+from megamoe.kernels.fc2 import FC2, FC2Spec
+from megamoe.kernels.gemm_tiles import SMEM_BYTES
 from megamoe.kernels.report import ARCH, report
 from megamoe.sched import heuristics
 from tests.ptx import check
@@ -31,6 +32,30 @@ def launch_bytes(ir: str) -> list[int]:
     field = re.findall(r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] [^\n]*array<3 x i32>, array<3 x i32>, i64,", ir)
     stored = [value for at in field for value in re.findall(rf"llvm\.store (%\d+), {at} : i64", ir)]
     return [int(re.search(rf"{v} = llvm\.mlir\.constant\((\d+) : i64\)", ir)[1]) for v in stored]
+
+
+TIGHT = [(V3, 32, Knobs()), (V3, 32, Knobs(tile_rows=64)), (V3, 32, Knobs(tile_rows=64, fc2_cols=192))]
+TIGHT += [(dict(V3, hidden=h, intermediate=128), e, Knobs(tile_rows=64)) for h, e in ((256, 278), (2048, 343))]
+"""Shape, experts a rank and Knobs whose stages leave little of shared memory, in block mode with act_group 64."""
+
+
+@pytest.mark.parametrize("kind", [FC1Spec, FC2Spec])
+@pytest.mark.parametrize("shape,experts,knobs", TIGHT)
+def test_full_stages_fit_shared_memory(kind, shape, experts, knobs) -> None:
+    cfg = MoEConfig(**dict(shape, num_experts=512), act_group=64)
+    kernel = {FC1Spec: FC1, FC2Spec: FC2}[kind](kind.from_config(cfg, experts, knobs))
+    compiled = build.compile_kernel(kernel, f"{build.OPTIONS} --gpu-arch {ARCH}")
+    asked = launch_bytes(str(compiled.ir_module))
+    assert asked == [kernel.smem_bytes] and asked[0] <= SMEM_BYTES
+
+
+@pytest.mark.parametrize("intermediate", [256, 384])
+def test_few_k_blocks_are_not_serialised(intermediate: int) -> None:
+    """Of a promoted sum over two K blocks ptxas would make straight-line code and then wait for each WGMMA."""
+    for mode in (dict(), dict(scale="tensor"), dict(scale="tensor", accum="single")):
+        cfg = MoEConfig(**dict(V3, intermediate=intermediate), **mode)
+        for knobs in heuristics.candidates(cfg):
+            check(report(FC2(FC2Spec.from_config(cfg, 8, knobs))), FC2Spec.from_config(cfg, 8, knobs))
 
 
 @pytest.mark.parametrize("entry", catalog(quick=True), ids=str)

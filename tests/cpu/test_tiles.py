@@ -113,3 +113,13 @@ def test_large_experts_stay_in_range(m_tiles: int, n_tiles: int, data: st.DataOb
         m, n, _ = tiles.split_pairs(local, m_tiles, n_tiles, 2, rank)
         assert 0 <= m < m_tiles
         assert 0 <= n < 4 * n_tiles
+
+
+@given(st.integers(0, 1 << 20), st.integers(1, 512))
+def test_granules_hold_a_row_and_no_more(row, floats):
+    start = 4 * row * floats
+    first = start - tiles.row_misfit(row, floats)
+    end = first + tiles.row_granules(row, floats)
+    assert first % 16 == end % 16 == 0
+    assert first <= start < first + 16 and end - 16 < start + 4 * floats <= end
+    assert end - first <= tiles.most_granules(floats)

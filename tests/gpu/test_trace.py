@@ -18,6 +18,7 @@ timeline = tool.timeline
 
 CFG = MoEConfig(hidden=512, intermediate=256, num_experts=16, top_k=4, max_tokens=256)
 SMALL, LARGE = Knobs(tile_rows=64), Knobs(tile_rows=128, tile_cols=256, cluster_cols=2)
+PAIRS = Knobs(tile_rows=128, tile_cols=256, cluster_rows=2)
 PHASES = {
     "stage": {Phase.COUNT, Phase.QUANTIZE},
     "exchange": {Phase.SEND, Phase.PUBLISH},
@@ -77,7 +78,7 @@ def check_well_formed(records):
             assert after["start"].min() >= before["end"].max() - TICK_NS
 
 
-@pytest.mark.parametrize("world_size,knobs", [(1, SMALL), (2, SMALL), (1, LARGE)])
+@pytest.mark.parametrize("world_size,knobs", [(1, SMALL), (2, SMALL), (1, LARGE), (1, PAIRS)])
 def test_a_traced_forward(world_size, knobs):
     buffers = make_buffers(world_size)
     with open_layer(CFG, world_size, knobs=knobs, _traces=buffers) as (_, packs, moe):
@@ -99,13 +100,14 @@ def test_a_traced_forward(world_size, knobs):
                 if world_size == 1:  # its shared memory leaves no room for a second CTA on an SM
                     assert len(np.unique(pull["sm"])) == ctas
                 for name, columns in ("fc1", CFG.intermediate // 128), ("fc2", CFG.hidden // knobs.tile_cols):
-                    total = tiles_of(p, columns // knobs.cluster_cols, rank, world_size, knobs)
+                    cluster = knobs.cluster_rows * knobs.cluster_cols
+                    total = tiles_of(p, columns // cluster, rank, world_size, knobs)
                     loops = 1 if name == "fc2" or knobs.tile_cols == 256 else 2  # FC1's passes
                     times = {Phase.LOAD: 1, Phase.MAIN_LOOP: loops, Phase.STORE: 1}
                     for phase, each in times.items():
                         warps = 1 if phase == Phase.LOAD else knobs.tile_rows // 64
                         found = mine[(mine["kernel"] == name) & (mine["phase"] == phase)]["tile"]
-                        assert sorted(found.tolist()) == sorted([*range(total)] * (each * warps * knobs.cluster_cols))
+                        assert sorted(found.tolist()) == sorted([*range(total)] * (each * warps * cluster))
 
 
 def test_only_the_kernels_named_are_traced_and_replays_append():
