@@ -32,8 +32,6 @@ TILES = tuple(Knobs(tile_rows=r, tile_cols=c, **shape) for r in (64, 128) for c 
 """Every tile and cluster; each compiles for E4M3 block scales, those that heuristics pick in all modes."""
 WIDE = tuple(Knobs(tile_rows=r, tile_cols=256, mma_cols=256, **shape) for r in (64, 128) for shape in CLUSTERS)
 """The same of WGMMAs of 256 columns; each compiles for E4M3 and accum "single"."""
-
-
 THIRDS = (Knobs(tile_cols=256, cluster_rows=2, fc2_cols=192), Knobs(tile_rows=64, fc2_cols=192))
 """FC2 in tiles of 192 columns; each compiles for E4M3 in every number format."""
 

@@ -17,7 +17,6 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from ..config import BLOCK
 from . import gemm_scales, prims, trace
 from .gemm_ring import FP8_TYPES, Ring, advance, hear_tile, release, smem_layout
 from .gemm_scales import ScalePlace
@@ -196,15 +195,15 @@ def add_promoted(gemm: cutlass.Constexpr, math: MathThread, half: cutlass.Conste
     if cutlass.const_expr(not gemm.scaled):
         acc.store(acc.load() + math.temp.load())
     else:
-        step = 2 if gemm.paired else 1
+        parts = gemm.factor_chunks(half)
         for h in cutlass.range_constexpr(2):  # all additions of a factor in a row: operands are read less often
-            for first in cutlass.range_constexpr(step):
-                factor = math.factors[2 * g + h, first if gemm.paired else half]
-                for chunk in cutlass.range_constexpr(first, gemm.w_tile // 8, step):
-                    if cutlass.const_expr(gemm.w_tile != BLOCK):
-                        factor = math.factors[2 * g + h, chunk // 8]
-                    for i in cutlass.range_constexpr(4 * chunk + 2 * h, 4 * chunk + 2 * h + 2):
-                        acc[i] += math.temp[i] * factor
+            for p in cutlass.range_constexpr(len(parts)):
+                part, chunks = parts[p]
+                factor = math.factors[2 * g + h, part]
+                for n in cutlass.range_constexpr(len(chunks)):
+                    for e in cutlass.range_constexpr(2):
+                        at = 4 * chunks[n] + 2 * h + e
+                        acc[at] += math.temp[at] * factor
 
 
 @cute.jit

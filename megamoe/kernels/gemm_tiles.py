@@ -110,6 +110,14 @@ class GemmSpec:
         """Factors of a row and K block: one for each weight scale, or with a w_tile of 192 for each 64 columns."""
         return self.w_scales if self.w_tile == BLOCK else self.w_tile // 64
 
+    def factor_chunks(self, half: int) -> list[tuple[int, range]]:
+        """Parts (of w_parts) that a half's sums are multiplied by, and the chunks of 8 columns that each is for."""
+        if self.paired:
+            return [(part, range(part, BLOCK // 8, 2)) for part in range(2)]
+        if self.w_tile != BLOCK:
+            return [(part, range(8 * part, 8 * part + 8)) for part in range(self.w_parts)]
+        return [(half, range(BLOCK // 8))]
+
     @property
     def scale_step(self) -> int:
         """Scale blocks of 128 output columns from one of w_scales to the next."""
@@ -200,11 +208,9 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     w_tile = BLOCK if columns % BLOCK == 0 else columns
     halves = columns // w_tile
     passes = fixed.pop("passes") // halves or 1
-    wide = columns > BLOCK and knobs.mma_cols > BLOCK
-    shape = dict(w_tile=w_tile, halves=halves, passes=passes, tile_rows=knobs.tile_rows)
-    shape |= dict(
-        mma_cols=columns if wide else w_tile, cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols
-    )
+    mma_cols = columns if knobs.mma_cols > BLOCK else w_tile
+    shape = dict(w_tile=w_tile, halves=halves, passes=passes, mma_cols=mma_cols, tile_rows=knobs.tile_rows)
+    shape |= dict(cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols)
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
     if w_tile == BLOCK and spec.n % spec.columns:
         raise ConfigError(field, columns, f"128 for {name}, whose N is {spec.n}")

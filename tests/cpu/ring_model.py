@@ -64,7 +64,7 @@ class Shape:
     slots: tuple[int, ...] = ()
     lengths: tuple[tuple[int, ...], ...] = ()
     counted: int | None = None
-    full: int | None = None
+    full: int = 1
 
     @property
     def ctas(self) -> int:
@@ -107,9 +107,10 @@ class Ring:
 
     def __init__(self, shape: Shape) -> None:
         counted = shape.ctas * shape.warpgroups if shape.counted is None else shape.counted
-        full = 1 if shape.full is None else shape.full
         self.shape = shape
-        self.stages = [[Stage(Barrier(full), Barrier(counted)) for _ in range(shape.stages)] for _ in range(shape.ctas)]
+        self.stages = [
+            [Stage(Barrier(shape.full), Barrier(counted)) for _ in range(shape.stages)] for _ in range(shape.ctas)
+        ]
         self.scales = [[[-1] * slots for slots in shape.slots] for _ in range(shape.ctas)]
         self.flying: list[tuple[int, int, tuple[str, int], int]] = []
         self.done = 0
@@ -181,8 +182,7 @@ class Ring:
         self.done += 1
 
     def _check(self, stage: Stage, kb: int, cta: int, at: int) -> None:
-        parts = self.shape.parts
-        if len(stage.holds) != parts or set(stage.holds.values()) != {kb}:
+        if len(stage.holds) != self.shape.parts or set(stage.holds.values()) != {kb}:
             raise Broken(f"CTA {cta} stage {at}: K block {kb} wanted, the stage holds {stage.holds}")
         for kind, slots in enumerate(self.shape.slots):
             number, _ = self.shape.stretch(kind, kb)

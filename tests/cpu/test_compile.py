@@ -39,11 +39,11 @@ TIGHT += [(dict(V3, hidden=h, intermediate=128), e, Knobs(tile_rows=64)) for h, 
 """Shape, experts a rank and Knobs whose stages leave little of shared memory, in block mode with act_group 64."""
 
 
-@pytest.mark.parametrize("kind", [FC1Spec, FC2Spec])
+@pytest.mark.parametrize("kind,spec", [(FC1, FC1Spec), (FC2, FC2Spec)])
 @pytest.mark.parametrize("shape,experts,knobs", TIGHT)
-def test_full_stages_fit_shared_memory(kind, shape, experts, knobs) -> None:
+def test_full_stages_fit_shared_memory(kind, spec, shape, experts, knobs) -> None:
     cfg = MoEConfig(**dict(shape, num_experts=512), act_group=64)
-    kernel = {FC1Spec: FC1, FC2Spec: FC2}[kind](kind.from_config(cfg, experts, knobs))
+    kernel = kind(spec.from_config(cfg, experts, knobs))
     compiled = build.compile_kernel(kernel, f"{build.OPTIONS} --gpu-arch {ARCH}")
     asked = launch_bytes(str(compiled.ir_module))
     assert asked == [kernel.smem_bytes] and asked[0] <= SMEM_BYTES
@@ -55,7 +55,8 @@ def test_few_k_blocks_are_not_serialised(intermediate: int) -> None:
     for mode in (dict(), dict(scale="tensor"), dict(scale="tensor", accum="single")):
         cfg = MoEConfig(**dict(V3, intermediate=intermediate), **mode)
         for knobs in heuristics.candidates(cfg):
-            check(report(FC2(FC2Spec.from_config(cfg, 8, knobs))), FC2Spec.from_config(cfg, 8, knobs))
+            kernel = FC2(FC2Spec.from_config(cfg, 8, knobs))
+            check(report(kernel), kernel.spec)
 
 
 @pytest.mark.parametrize("entry", catalog(quick=True), ids=str)
