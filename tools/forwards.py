@@ -48,6 +48,7 @@ def run_e2e(b: Bench, s: Setup) -> None:
     found: dict[Point, Ours] = {}
     try:
         for peer in peers.make(b.args.layer_peers):
+            peer.compiling = b.turns.lent
             try:
                 for point in points:
                     _beside(b, s, peer, point, found)

@@ -66,7 +66,8 @@ class Setup:
             moe = megamoe.MegaMoE(self.cfg, experts, self._b.world, knobs=self._b.args.knobs)
             self._layers.append(self._stack.enter_context(moe))
             self._b.say(f"{self.scale}: compile")
-            moe.warmup()
+            with self._b.turns.lent():
+                moe.warmup()
         return self._layers[index]
 
     def layers(self, tokens: int) -> list[MegaMoE]:

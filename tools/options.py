@@ -106,6 +106,9 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     top.add_argument("--quick", action="store_true", help="fewer points and samples")
     top.add_argument("--seed", type=int, default=0)
     top.add_argument("--timeout-s", type=float, default=60.0, help="limit of every wait for a peer (default: 60)")
+    top.add_argument(
+        "--turns", type=Path, metavar="FILE", help="take turns with other runs on the same GPUs that name this file"
+    )
     top.add_argument("--out", type=Path, help="file to which rows are appended, as JSON lines")
     return top
 
@@ -142,7 +145,8 @@ def parse_knobs(top: argparse.ArgumentParser, text: str) -> Knobs | None:
     if text == "auto":
         return None
     try:
-        return Knobs(**{name: int(number) for name, number in (part.split("=") for part in text.split(","))})
+        pairs = [part.split("=") for part in text.split(",")]
+        return Knobs(**{name: value if value.isalpha() else int(value) for name, value in pairs})
     except (TypeError, ValueError) as error:
         top.error(f"--knobs {text}: auto, or fields of Knobs as in tile_rows=128,cluster_cols=2 ({error})")
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.utils import hopper_helpers
+from cutlass.cute.nvgpu import warpgroup
 
+from ..config import BLOCK
 from . import gemm_scales, prims, trace
-from .gemm_ring import FP8_TYPES, Ring, advance, hear_tile, release, smem_layout
+from .gemm_ring import Ring, advance, hear_tile, release
 from .gemm_scales import ScalePlace
 from .gemm_tiles import WARPGROUP, Tile
 
@@ -26,18 +26,17 @@ MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are all
 
 
 class MathThread(NamedTuple):
-    """Fragment views of a math thread, its accumulators, and where it stands in a tile.
+    """A math thread's operands, its accumulators, and where it stands in a tile.
 
+    a, b: descriptors (prims.sw128_descriptor) of its warpgroup's rows and of the weights in stage 0.
     acc [halves] are fp32 [w_tile / 2], temp [mma_cols / 2]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad
     + e of a half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views.
     scales (rows [2 * groups], weights [w_parts]) and factors [2 * groups, w_parts] are fp32, of a K block. row counts
-    from the tile's first row. zero and more are the MMA without and with accumulation. pen: see trace.py.
+    from the tile's first row. pen: see trace.py.
     """
 
-    zero: cute.TiledMma
-    more: cute.TiledMma
-    a: cute.Tensor
-    b: cute.Tensor
+    a: Int32
+    b: Int32
     acc: tuple
     sums: tuple
     temp: cute.Tensor
@@ -49,49 +48,35 @@ class MathThread(NamedTuple):
 
 
 @cute.jit
-def mma_weights(gemm: cutlass.Constexpr, ring: Ring) -> cute.Tensor:
-    """The ring's weights as WGMMAs read them: tiles [mma_cols, 128]. A stage's halves lie one after the other."""
-    b = ring.b
-    if cutlass.const_expr(gemm.mma_cols > gemm.w_tile):
-        b = cute.make_tensor(b.iterator, smem_layout(gemm, gemm.mma_cols, gemm.stages).outer)
-    return b
-
-
-@cute.jit
 def make_math_thread(
     gemm: cutlass.Constexpr, ring: Ring, thread: Int32, records: cutlass.Constexpr, buffer: Int64 | None
 ) -> MathThread:
     """Views of math thread `thread` (0 .. 128 * warpgroups - 1). records, buffer: see trace.tracer."""
-    dtype = FP8_TYPES[gemm.fp8]
-    zero, more = (
-        hopper_helpers.make_trivial_tiled_mma(
-            dtype,
-            dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            atom_layout_mnk=(gemm.warpgroups, 1, 1),
-            tiler_mn=(64, gemm.mma_cols),
-        )
-        for _ in range(2)
-    )
-    zero.set(warpgroup.Field.ACCUMULATE, False)
-    more.set(warpgroup.Field.ACCUMULATE, True)
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-    mine = zero.get_slice(group * WARPGROUP)
-    a = zero.make_fragment_A(mine.partition_A(ring.a))
-    b = zero.make_fragment_B(mine.partition_B(mma_weights(gemm, ring)))
-    shape = zero.partition_shape_C((gemm.tile_rows, gemm.mma_cols))
-    sums = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(gemm.w_tile * gemm.halves // gemm.mma_cols))
+    a = prims.sw128_descriptor(prims.smem_addr(ring.a.iterator) + group * (64 * BLOCK))
+    b = prims.sw128_descriptor(prims.smem_addr(ring.b.iterator))
+    columns = gemm.w_tile * gemm.halves
+    sums = tuple(cute.make_rmem_tensor(gemm.mma_cols // 2, Float32) for _ in range(columns // gemm.mma_cols))
     acc = sums
     if cutlass.const_expr(gemm.mma_cols > gemm.w_tile):
         acc = tuple(cute.make_tensor(sums[0].iterator + 64 * half, cute.make_layout(64)) for half in range(gemm.halves))
-    temp = cute.make_rmem_tensor(shape, Float32)
+    temp = cute.make_rmem_tensor(gemm.mma_cols // 2, Float32)
     pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
     row = prims.keep(thread // 32 * 16 + thread % 32 // 4)
     scales = tuple(cute.make_rmem_tensor(n, Float32) for n in (2 * gemm.groups, gemm.w_parts))
     factors = cute.make_rmem_tensor((2 * gemm.groups, gemm.w_parts), Float32)
-    return MathThread(zero, more, a, b, acc, sums, temp, scales, factors, row, thread % 4, pen)
+    return MathThread(a, b, acc, sums, temp, scales, factors, row, thread % 4, pen)
+
+
+@cute.jit
+def operands_of(gemm: cutlass.Constexpr, math: MathThread, stage: Int32) -> tuple[Int32, Int32]:
+    """Descriptors of this warpgroup's rows and of the weights in a stage.
+
+    Main loops carry those of the next stage from turn to turn: made at a turn's start they would come between the
+    last additions and the first WGMMA, where the tensor cores wait for them.
+    """
+    rows, weights = gemm.tile_rows * BLOCK // 16, gemm.w_tile * gemm.halves * BLOCK // 16
+    return math.a + stage * rows, math.b + stage * weights
 
 
 @cute.jit
@@ -116,29 +101,29 @@ def safe_rows(math: MathThread, tile: Tile) -> tuple:
 
 @cute.jit
 def multiply(
-    math: MathThread,
+    gemm: cutlass.Constexpr,
     into: cute.Tensor,
-    stage: Int32,
-    tile: Int32,
+    operands: tuple,
+    part: cutlass.Constexpr,
     first: cutlass.Constexpr,
     count: cutlass.Constexpr,
     keep: cutlass.Constexpr,
 ):
-    """Issue `count` WGMMAs of K = 32 from slice `first` of a stage and tile `tile` of mma_weights.
+    """Issue `count` WGMMAs of K = 32 from slice `first` of a stage (operands_of) and its part `part` of mma_cols columns.
 
     keep: add to what `into` holds; else the first one overwrites it.
     """
     for k in cutlass.range_constexpr(first, first + count):
-        mma = math.more if keep or k > first else math.zero
-        cute.gemm(mma, into, math.a[(None, None, k, stage)], math.b[(None, None, k, tile)], into)
+        b = operands[1] + (part * (gemm.mma_cols * BLOCK // 16) + 2 * k)
+        prims.wgmma(into, operands[0] + 2 * k, b, gemm.fp8, keep or k > first)
 
 
 @cute.jit
-def multiply_stage(gemm: cutlass.Constexpr, math: MathThread, stage: Int32, keep: cutlass.Constexpr):
+def multiply_stage(gemm: cutlass.Constexpr, math: MathThread, operands: tuple, keep: cutlass.Constexpr):
     """Issue a stage's WGMMAs into all sums and commit them as one group."""
     warpgroup.fence()
     for part in cutlass.range_constexpr(len(math.sums)):
-        multiply(math, math.sums[part], stage, stage * len(math.sums) + part, 0, 4, keep)
+        multiply(gemm, math.sums[part], operands, part, 0, 4, keep)
     warpgroup.commit_group()
 
 
@@ -152,12 +137,12 @@ def sum_single(
     The next K block's WGMMAs are issued before the last one's stage is released.
     """
     trace.mbarrier_wait(math.pen, ring.full + stage, phase)
-    multiply_stage(gemm, math, stage, False)
+    multiply_stage(gemm, math, operands_of(gemm, math, stage), False)
     for _ in cutlass.range(gemm.k_blocks - 1, unroll=1):
         last = stage
         stage, phase = advance(gemm, stage, phase)
         trace.mbarrier_wait(math.pen, ring.full + stage, phase)
-        multiply_stage(gemm, math, stage, True)
+        multiply_stage(gemm, math, operands_of(gemm, math, stage), True)
         warpgroup.wait_group(1)
         release(gemm, ring, last)
     return stage, phase
@@ -213,28 +198,33 @@ def promote_block(
     math: MathThread,
     stage: Int32,
     phase: Int32,
+    operands: tuple,
     place: ScalePlace | None,
     kb: Int32,
     last: cutlass.Constexpr,
-):
-    """One K block of sum_promoted. last: of the pass; its last batch of WGMMAs is then left in flight."""
+) -> tuple[Int32, Int32, tuple]:
+    """One K block of sum_promoted. last: of the pass; its last batch of WGMMAs is then left in flight. Returns the ring
+    state and the operands of the next block; of the last one, its own."""
     groups = gemm.groups if gemm.scaled else 1
+    next_stage, next_phase, next_operands = stage, phase, operands
     for half in cutlass.range_constexpr(gemm.halves):
         for g in cutlass.range_constexpr(groups):
             warpgroup.fence()
-            multiply(math, math.temp, stage, stage * gemm.halves + half, 4 // groups * g, 4 // groups, False)
+            multiply(gemm, math.temp, operands, half, 4 // groups * g, 4 // groups, False)
             warpgroup.commit_group()
             if cutlass.const_expr(gemm.scaled and half == 0 and g == 0):
                 multiply_scales(gemm, math)
             end = cutlass.const_expr(half == gemm.halves - 1 and g == groups - 1)
             if cutlass.const_expr(end and not last):
                 next_stage, next_phase = advance(gemm, stage, phase)
+                next_operands = operands_of(gemm, math, next_stage)
                 await_stage(gemm, ring, math, next_stage, next_phase, place, kb + 1)
             if cutlass.const_expr(not (end and last)):
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(end):
                     release(gemm, ring, stage)
                 add_promoted(gemm, math, half, g)
+    return next_stage, next_phase, next_operands
 
 
 @cute.jit
@@ -251,12 +241,12 @@ def sum_promoted(
     for half in cutlass.range_constexpr(gemm.halves):
         math.acc[half].fill(0.0)
     await_stage(gemm, ring, math, stage, phase, place, 0)
+    operands = operands_of(gemm, math, stage)
     # A loop that is known to run once would be dissolved, and ptxas then serialises what stands around it.
     more = gemm.k_blocks - 1 if gemm.k_blocks != 2 else prims.keep(Int32(1))
     for kb in cutlass.range(more, unroll=1):
-        promote_block(gemm, ring, math, stage, phase, place, kb, False)
-        stage, phase = advance(gemm, stage, phase)
-    promote_block(gemm, ring, math, stage, phase, place, Int32(gemm.k_blocks - 1), True)
+        stage, phase, operands = promote_block(gemm, ring, math, stage, phase, operands, place, kb, False)
+    promote_block(gemm, ring, math, stage, phase, operands, place, Int32(gemm.k_blocks - 1), True)
     return stage, phase
 
 

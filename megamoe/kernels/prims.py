@@ -18,11 +18,13 @@ _WRAP = {"i32": Int32, "i64": Int64, "f32": Float32}
 _MLIR = {"i32": lambda: T.i32(), "i64": lambda: T.i64(), "f32": lambda: T.f32()}
 
 
-def _asm(text, outs, args, *, pure=False, loc=None, ip=None):
-    """Inline asm; `outs` are type names, `args` DSL scalars. Returns DSL scalars, in order."""
+def _asm(text, outs, args, *, pure=False, tied=0, loc=None, ip=None):
+    """Inline asm; `outs` are type names, `args` DSL scalars, the first `tied` of them in the registers of as many outs.
+    Returns DSL scalars, in order."""
     values = [a.ir_value(loc=loc, ip=ip) for a in args]
     types = [_MLIR[o]() for o in outs]
-    constraints = ["=" + _CONSTRAINT[o] for o in outs] + [_CONSTRAINT[str(v.type)] for v in values]
+    constraints = ["=" + _CONSTRAINT[o] for o in outs] + [str(i) for i in range(tied)]
+    constraints += [_CONSTRAINT[str(v.type)] for v in values[tied:]]
     if not pure:
         constraints.append("~{memory}")
     if len(types) == 1:
@@ -386,6 +388,32 @@ def smem_st_i64(addr: Int32, value: Int64, *, loc=None, ip=None) -> None:
 def smem_add(addr: Int32, value: Int32, *, loc=None, ip=None) -> Int32:
     """Atomic add in shared memory; returns the old value."""
     return _asm("atom.shared.add.s32 $0, [$1], $2;", ["i32"], [Int32(addr), Int32(value)], loc=loc, ip=ip)
+
+
+# ---- tensor cores ---------------------------------------------------------------------------------
+
+
+def sw128_descriptor(addr: Int32) -> Int32:
+    """Lower half of the descriptor of a K-major SW128 operand at a shared address that is a multiple of 1024, or of the
+    slice of it that begins up to 96 bytes later (PTX ISA, "wgmma matrix descriptor"). 16 bytes on are 1 more."""
+    return addr >> 4 | 1 << 16
+
+
+@dsl_user_op
+def wgmma(into: cute.Tensor, a: Int32, b: Int32, fp8: str, keep: bool, *, loc=None, ip=None) -> None:
+    """A warpgroup: start [64, 32] x [n, 32]^T of FP8 operands (sw128_descriptor, `fp8` "e4m3" or "e5m2") into fp32
+    registers [n / 2]; keep: add to what they hold. PTX ISA, "wgmma.mma_async"."""
+    count = cute.size(into)
+    names = ", ".join(f"${i}" for i in range(count))
+    operand = f"wgmma.mma_async.sync.aligned.m64n{2 * count}k32.f32.{fp8}.{fp8}"
+    # 8 rows of 128 bytes after 8 others, SW128
+    pack = " ".join(f"mov.b64 {d}, {{${2 * count + i}, 0x40000040}};" for i, d in enumerate("ab"))
+    text = f"{{ .reg .b64 a, b; .reg .pred p; {pack} setp.ne.b32 p, {int(keep)}, 0; "
+    text += f"{operand} {{{names}}}, a, b, p, 1, 1; }}"
+    held = [into[i] for i in range(count)]  # also to be overwritten: so ptxas keeps the registers
+    values = _asm(text, ["f32"] * count, [*held, Int32(a), Int32(b)], tied=count, loc=loc, ip=ip)
+    for i in range(count):
+        into[i] = values[i]
 
 
 # ---- the whole CTA --------------------------------------------------------------------------------

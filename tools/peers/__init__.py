@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +124,8 @@ class Peer(ABC):
     name = ""
     note = ""
     graphable = False
+    compiling: Callable[[], AbstractContextManager] = nullcontext
+    """What `prepare` enters while it compiles (turns.py)."""
 
     @abstractmethod
     def why_not(self, point: Any) -> str | None:

@@ -151,8 +151,9 @@ class FlashInfer(Peer):
         self._tensors = moe_ep.MoEEpTensors(
             hidden_states=x.contiguous(), topk_ids=ids.to(self._ids).contiguous(), topk_weights=route.float()
         )
-        self.run()  # compiles
-        self._wait()
+        with self.compiling():
+            self.run()
+            self._wait()
 
     def run(self) -> Tensor:
         return self._layer.forward(self._tensors)
