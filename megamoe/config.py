@@ -120,12 +120,10 @@ class Knobs:
     """How to run a problem; never changes what it computes or what travels between ranks.
 
     tile_rows: pool rows of a GEMM tile, 64 (one math warpgroup) or 128 (two).
-    tile_cols: columns of a GEMM tile, 128 or 256 (2 * intermediate, and hidden without fc2_cols, must be multiples of
-        it). FC1 with scale="block" and act_group=128 runs two tiles of 128 as one work item, for a scale needs both.
-    fc2_cols: columns of FC2's tiles where they are not tile_cols, 192 too (then the last tile may be partly empty),
-        meant to let promoted sums wait less often; no GPU has run 192 yet. None takes tile_cols.
+    tile_cols: columns of a GEMM tile, 128 or 256 (2 * intermediate and hidden must be multiples of it). FC1 with
+        scale="block" and act_group=128 runs two tiles of 128 as one work item, for a scale needs both.
     mma_cols: columns of one WGMMA, 128 or 256; with 256 (accum="single" and tile_cols=256 only) it reads the rows in
-        shared memory once instead of twice. FC2 in narrower tiles (fc2_cols) has WGMMAs as wide as those.
+        shared memory once instead of twice.
     cluster_rows, cluster_cols: shape of a cluster of CTAs, 1 or 2 each. Its columns run neighbouring column tiles and
         share the loads of rows; its rows run neighbouring row tiles of an expert and share the loads of weights. Both
         GEMMs must have a multiple of cluster_rows * cluster_cols column tiles.
@@ -135,7 +133,6 @@ class Knobs:
 
     tile_rows: int = 128
     tile_cols: int = 128
-    fc2_cols: int | None = None
     mma_cols: int = 128
     cluster_rows: int = 1
     cluster_cols: int = 1
@@ -149,9 +146,6 @@ class Knobs:
         for name, allowed in allowed_of.items():
             value = getattr(self, name)
             _require(type(value) is int and value in allowed, name, value, " or ".join(map(str, allowed)))
-        if self.fc2_cols is not None:
-            ok = type(self.fc2_cols) is int and self.fc2_cols in (128, 192, 256)
-            _require(ok, "fc2_cols", self.fc2_cols, "None, 128, 192 or 256")
         if self.stages is not None:
             _require_int("stages", self.stages, 2, 12)
         if self.copy_depth is not None:

@@ -50,7 +50,7 @@ class Group:
 
 
 BESIDE = (
-    Group("gemm", ("tests/gpu/test_gemm.py", "-k", "single_expert or few_sms or shapes or columns")),
+    Group("gemm", ("tests/gpu/test_gemm.py", "-k", "single_expert or few_sms or shapes")),
     Group("gemm-any", ("tests/gpu/test_gemm.py", "-k", "any_rows")),
     Group("gemm-tiles", ("tests/gpu/test_gemm.py", "-k", "other_tiles")),
     Group("gemm-wide", ("tests/gpu/test_gemm.py", "-k", "wide")),

@@ -145,8 +145,7 @@ def parse_knobs(top: argparse.ArgumentParser, text: str) -> Knobs | None:
     if text == "auto":
         return None
     try:
-        pairs = [part.split("=") for part in text.split(",")]
-        return Knobs(**{name: value if value.isalpha() else int(value) for name, value in pairs})
+        return Knobs(**{name: int(number) for name, number in (part.split("=") for part in text.split(","))})
     except (TypeError, ValueError) as error:
         top.error(f"--knobs {text}: auto, or fields of Knobs as in tile_rows=128,cluster_cols=2 ({error})")
 

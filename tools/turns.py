@@ -23,10 +23,8 @@ class Turns:
     """
 
     def __init__(self, path: Path | None, world: Any) -> None:
-        self._world = world
-        self._first = 0 in world.local_ranks
-        self._file = path.open("a") if path is not None and self._first else None
-        self._on = path is not None
+        self._world, self._on = world, path is not None
+        self._file = path.open("a") if self._on and 0 in world.local_ranks else None
         self.take()
 
     def take(self) -> None:

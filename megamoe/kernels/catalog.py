@@ -32,8 +32,6 @@ TILES = tuple(Knobs(tile_rows=r, tile_cols=c, **shape) for r in (64, 128) for c 
 """Every tile and cluster; each compiles for E4M3 block scales, those that heuristics pick in all modes."""
 WIDE = tuple(Knobs(tile_rows=r, tile_cols=256, mma_cols=256, **shape) for r in (64, 128) for shape in CLUSTERS)
 """The same of WGMMAs of 256 columns; each compiles for E4M3 and accum "single"."""
-THIRDS = (Knobs(tile_cols=256, cluster_rows=2, fc2_cols=192), Knobs(tile_rows=64, fc2_cols=192))
-"""FC2 in tiles of 192 columns; each compiles for E4M3 in every number format."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def _data_kernels(cfg: MoEConfig, ranks: int, stage_variants: tuple[tuple[bool, 
 def _gemms(cfg: MoEConfig, ranks: int, knobs: Knobs) -> Iterator[CatalogEntry]:
     local = cfg.experts_local(ranks)
     tile = f"tile{knobs.tile_rows}x{knobs.tile_cols} cluster{knobs.cluster_rows}x{knobs.cluster_cols}"
-    tile += " wide" * (knobs.mma_cols > 128) + f" fc2x{knobs.fc2_cols}" * (knobs.fc2_cols is not None)
+    tile += " wide" * (knobs.mma_cols > 128)
     mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} {tile}"
     yield _entry("fc1", mode, FC1, FC1Spec.from_config(cfg, local, knobs))
     yield _entry("fc2", mode, FC2, FC2Spec.from_config(cfg, local, knobs))
@@ -96,9 +94,6 @@ def _everything() -> Iterator[CatalogEntry]:
             yield from _gemms(cfg, max(RANKS), knobs)
     for knobs in TILES:
         yield from _gemms(MoEConfig(**V3), max(RANKS), knobs)
-    for knobs in THIRDS:
-        for mode in (dict(), dict(act_group=64), dict(scale="tensor"), dict(scale="tensor", accum="single")):
-            yield from _gemms(MoEConfig(**V3, **mode), max(RANKS), knobs)
     for knobs in WIDE:
         yield from _gemms(MoEConfig(**V3, scale="tensor", accum="single"), max(RANKS), knobs)
 

@@ -106,14 +106,12 @@ def fc1_tile(
     if cutlass.const_expr(spec.weighted):
         weights = tuple(load_scale(gemm_epilogue.row_address(pool_weight, 4, row)) for row in safe)
     values = cute.make_rmem_tensor(32 * items, Float32)
-    early = 0 if spec.keep_preactivation else gemm.early  # its stores need the registers of the WGMMAs in flight
     for number in cutlass.range_constexpr(gemm.passes):
         place = gemm_scales.place(gemm, ring.scales, tile, item, number, math.row) if gemm.scaled else None
         stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, place)
+        stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
+        since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
         for half in cutlass.range_constexpr(gemm.halves):
-            if cutlass.const_expr(half == early):
-                stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
-                since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
             at = number * gemm.halves + half
             gemm_epilogue.activate(spec.clamp, math.acc[half], at, factor, not gemm.scaled, weights, values)
             if cutlass.const_expr(spec.keep_preactivation):

@@ -81,8 +81,7 @@ def fc2_tile(
             stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
             since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
         column = tile.column * gemm.halves + half
-        room = None if gemm.n % gemm.w_tile == 0 else gemm.n - column * gemm.w_tile
-        gemm_epilogue.store_output(gemm.w_tile, math.acc[half], factors, column, room, math.quad, dests, live)
+        gemm_epilogue.store_output(math.acc[half], factors, column, math.quad, dests, live)
     trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
     return stage, phase
 

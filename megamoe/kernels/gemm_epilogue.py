@@ -152,33 +152,18 @@ def store_preactivation(
 
 
 @cute.jit
-def store_output(
-    columns: cutlass.Constexpr,
-    acc: cute.Tensor,
-    factors: tuple,
-    column: Int32,
-    room: Int32 | None,
-    quad: Int32,
-    dests: tuple,
-    live: tuple,
-):
-    """FC2's accumulators of `columns` columns, times a factor for each row half (or none), to two bf16 rows.
-
-    column: their number in a row, in units of `columns`. room: columns up to the row's end, if they may be fewer.
-    """
+def store_output(acc: cute.Tensor, factors: tuple, column: Int32, quad: Int32, dests: tuple, live: tuple):
+    """FC2's accumulators, times a factor for each row half (or none), to two bf16 rows."""
     for h in cutlass.range_constexpr(2):
-        for piece in cutlass.range_constexpr(columns // 32):
+        for piece in cutlass.range_constexpr(4):
             words = []
             for chunk in cutlass.range_constexpr(4 * piece, 4 * piece + 4):
                 low, high = acc[4 * chunk + 2 * h], acc[4 * chunk + 2 * h + 1]
                 if cutlass.const_expr(len(factors) == 2):
                     low, high = low * factors[h], high * factors[h]
                 words.append(prims.f32_pair_to_bf16(low, high))
-            inside = live[h]
-            if cutlass.const_expr(room is not None):
-                inside = inside and 32 * piece < room
-            if inside:
-                prims.st_v4(dests[h] + Int64(column * (2 * columns) + 64 * piece + quad * 16), *words)
+            if live[h]:
+                prims.st_v4(dests[h] + Int64(column * 256 + 64 * piece + quad * 16), *words)
 
 
 @cute.jit

@@ -35,13 +35,16 @@ from .gemm_tiles import (
 from .trace import Phase, Role
 
 PRODUCER_REGISTERS = 40
+FEW = 8
+"""Rows of a tile up to which only so many are loaded. With one row an expert all SMs would read the same 64 rows at
+once, most for nothing. What an earlier tile left in place of the others reaches no result."""
 
 
 class Operands(NamedTuple):
     """TMA of one GEMM: atoms and coordinate tensors of A [R, k] and B [experts * n, k].
 
-    alone: with two rows of CTAs, the atom and tensor of B without multicast; else (). scales: None without block
-    scales.
+    alone: with two rows of CTAs, the atom and tensor of B without multicast; else (). few: of A's FEW rows at a time,
+    where CTAs do not share A; else (). scales: None without block scales.
     """
 
     atom_a: cute.CopyAtom
@@ -49,6 +52,7 @@ class Operands(NamedTuple):
     atom_b: cute.CopyAtom
     b: cute.Tensor
     alone: tuple
+    few: tuple
     scales: ScaleSource | None
 
 
@@ -72,8 +76,9 @@ def make_operands(gemm: GemmSpec, a: Int64, b: Int64, w_scale: Int64, rows_total
     rows_b = Int32(gemm.experts * gemm.n)
     return Operands(
         *tma(a, rows_total, gemm.pitch, gemm.tile_rows, gemm.cluster_cols),
-        *tma(b, rows_b, gemm.k, gemm.w_tile, gemm.cluster_rows),
-        tuple(tma(b, rows_b, gemm.k, gemm.w_tile, 1)) if gemm.cluster_rows > 1 else (),
+        *tma(b, rows_b, gemm.k, BLOCK, gemm.cluster_rows),
+        tuple(tma(b, rows_b, gemm.k, BLOCK, 1)) if gemm.cluster_rows > 1 else (),
+        tuple(tma(a, rows_total, gemm.pitch, FEW, 1)) if gemm.cluster_cols == 1 else (),
         gemm_scales.make_source(gemm, a + gemm.k, w_scale, rows_total) if gemm.scaled else None,
     )
 
@@ -84,23 +89,14 @@ def weight_tiles(
     atom: cute.CopyAtom,
     b: cute.Tensor,
     ring: Ring,
-    tile: Tile,
-    number: cutlass.Constexpr,
+    n_tile: Int32,
     part: Int32 | int,
     parts: cutlass.Constexpr,
 ) -> tuple[cute.Tensor, list[cute.Tensor]]:
-    """TMA views of part `part` of `parts` of the ring's weight tiles, and of each half's source in pass `number`.
-
-    Rows past the expert's n, of a last tile that is partly empty, are the next expert's or zeros: fine to read.
-    """
+    """TMA views of part `part` of `parts` of the ring's weight tiles, and of each half's source from n_tile on."""
     layout, sources = cute.make_layout(parts), []
-    first = (tile.column * gemm.passes + number) * gemm.halves
-    if cutlass.const_expr(gemm.n % gemm.w_tile == 0):
-        first = tile.expert * (gemm.n // gemm.w_tile) + first
-    else:
-        b = cute.domain_offset((tile.expert * gemm.n, 0), b)
     for half in cutlass.range_constexpr(gemm.halves):
-        gb = cute.local_tile(b, (gemm.w_tile, BLOCK), (first + half, None))
+        gb = cute.local_tile(b, (BLOCK, BLOCK), (n_tile + half, None))
         to, source = cpasync.tma_partition(
             atom, part, layout, cute.group_modes(ring.b, 0, 2), cute.group_modes(gb, 0, 2)
         )
@@ -129,6 +125,24 @@ def copy_weights(
 
 
 @cute.jit
+def row_tiles(
+    gemm: cutlass.Constexpr,
+    atom: cute.CopyAtom,
+    a: cute.Tensor,
+    ring: Ring,
+    tile: Tile,
+    rows: cutlass.Constexpr,
+    part: Int32,
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """TMA views of part `part` (of cluster_cols) of the first `rows` rows of the ring's A, and of a tile's."""
+    shifted = cute.domain_offset((tile.row, 0), a)
+    source = cute.local_tile(shifted, (rows, BLOCK), (0, None))
+    here = cute.local_tile(ring.a, (rows, BLOCK), (0, 0, None))
+    layout = cute.make_layout(gemm.cluster_cols)
+    return cpasync.tma_partition(atom, part, layout, cute.group_modes(here, 0, 2), cute.group_modes(source, 0, 2))
+
+
+@cute.jit
 def produce_tile(
     gemm: cutlass.Constexpr,
     ops: Operands,
@@ -144,31 +158,36 @@ def produce_tile(
     item: the CTA's number of it, from 0. pen: see trace.py.
     """
     place = cluster_place(gemm)
-    shifted = cute.domain_offset((tile.row, 0), ops.a)
-    ga = cute.local_tile(shifted, (gemm.tile_rows, BLOCK), (0, None))
-    to_a, from_a = cpasync.tma_partition(
-        *(ops.atom_a, place[1], cute.make_layout(gemm.cluster_cols)),
-        *(cute.group_modes(ring.a, 0, 2), cute.group_modes(ga, 0, 2)),
-    )
+    to_a, from_a = row_tiles(gemm, ops.atom_a, ops.a, ring, tile, gemm.tile_rows, place[1])
+    rows_due = Int32(gemm.stage_bytes)
+    if cutlass.const_expr(gemm.cluster_cols == 1):
+        to_few, from_few = row_tiles(gemm, *ops.few, ring, tile, FEW, 0)
+        few = cute.arch.make_warp_uniform(tile.end - tile.row) <= FEW
+        if few:
+            rows_due -= (gemm.tile_rows - FEW) * BLOCK
     if cutlass.const_expr(gemm.scaled):
         windows = gemm_scales.row_windows(gemm, ops.scales, ring.scales, tile)
     trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)  # here too: what the stage told of its last tile is read
     with cute.arch.elect_one():
         tell_tile(ring, stage, tile)
     for number in cutlass.range_constexpr(gemm.passes):
-        to_b, from_b = weight_tiles(gemm, ops.atom_b, ops.b, ring, tile, number, place[0], gemm.cluster_rows)
+        n_tile = tile.expert * (gemm.n // BLOCK) + (tile.column * gemm.passes + number) * gemm.halves
+        to_b, from_b = weight_tiles(gemm, ops.atom_b, ops.b, ring, n_tile, place[0], gemm.cluster_rows)
         if cutlass.const_expr(gemm.cluster_rows > 1):
-            to_alone, from_alone = weight_tiles(gemm, *ops.alone, ring, tile, number, 0, 1)
+            to_alone, from_alone = weight_tiles(gemm, *ops.alone, ring, n_tile, 0, 1)
         for kb in cutlass.range(gemm.k_blocks, unroll=1):
             full = ring.full + stage
             trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
-            due = Int32(gemm.stage_bytes)
+            due = rows_due
             if cutlass.const_expr(gemm.scaled):
                 due += gemm_scales.due_bytes(gemm, tile, number, kb)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, due)
             if cutlass.const_expr(gemm.cluster_cols == 1):
-                cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full)
+                if few:
+                    cute.copy(ops.few[0], from_few[(None, kb)], to_few[(None, stage)], tma_bar_ptr=full)
+                else:
+                    cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full)
             else:
                 mask = Int16(((1 << gemm.cluster_cols) - 1) << place[0] * gemm.cluster_cols)
                 cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full, mcast_mask=mask)
@@ -201,6 +220,8 @@ def start(gemm: cutlass.Constexpr, ops: Operands, expert_start: Int64) -> tuple[
         cpasync.prefetch_descriptor(ops.atom_b)
         if cutlass.const_expr(gemm.cluster_rows > 1):
             cpasync.prefetch_descriptor(ops.alone[0])
+        if cutlass.const_expr(gemm.cluster_cols == 1):
+            cpasync.prefetch_descriptor(ops.few[0])
         if cutlass.const_expr(gemm.scaled):
             cpasync.prefetch_descriptor(ops.scales.atom)
         with cute.arch.elect_one():

@@ -29,10 +29,10 @@ class MathThread(NamedTuple):
     """A math thread's operands, its accumulators, and where it stands in a tile.
 
     a, b: descriptors (prims.sw128_descriptor) of its warpgroup's rows and of the weights in stage 0.
-    acc [halves] are fp32 [w_tile / 2], temp [mma_cols / 2]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad
-    + e of a half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views.
-    scales (rows [2 * groups], weights [w_parts]) and factors [2 * groups, w_parts] are fp32, of a K block. row counts
-    from the tile's first row. pen: see trace.py.
+    acc [halves] are fp32 [64], temp [mma_cols / 2]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
+    half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views. scales (rows
+    [2 * groups], weights [w_scales]) and factors [2 * groups, w_scales] are fp32, of a K block. row counts from the
+    tile's first row. pen: see trace.py.
     """
 
     a: Int32
@@ -55,16 +55,16 @@ def make_math_thread(
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     a = prims.sw128_descriptor(prims.smem_addr(ring.a.iterator) + group * (64 * BLOCK))
     b = prims.sw128_descriptor(prims.smem_addr(ring.b.iterator))
-    columns = gemm.w_tile * gemm.halves
-    sums = tuple(cute.make_rmem_tensor(gemm.mma_cols // 2, Float32) for _ in range(columns // gemm.mma_cols))
+    parts = BLOCK * gemm.halves // gemm.mma_cols
+    sums = tuple(cute.make_rmem_tensor(gemm.mma_cols // 2, Float32) for _ in range(parts))
     acc = sums
-    if cutlass.const_expr(gemm.mma_cols > gemm.w_tile):
+    if cutlass.const_expr(gemm.mma_cols > BLOCK):
         acc = tuple(cute.make_tensor(sums[0].iterator + 64 * half, cute.make_layout(64)) for half in range(gemm.halves))
     temp = cute.make_rmem_tensor(gemm.mma_cols // 2, Float32)
     pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
     row = prims.keep(thread // 32 * 16 + thread % 32 // 4)
-    scales = tuple(cute.make_rmem_tensor(n, Float32) for n in (2 * gemm.groups, gemm.w_parts))
-    factors = cute.make_rmem_tensor((2 * gemm.groups, gemm.w_parts), Float32)
+    scales = tuple(cute.make_rmem_tensor(n, Float32) for n in (2 * gemm.groups, gemm.w_scales))
+    factors = cute.make_rmem_tensor((2 * gemm.groups, gemm.w_scales), Float32)
     return MathThread(a, b, acc, sums, temp, scales, factors, row, thread % 4, pen)
 
 
@@ -72,11 +72,10 @@ def make_math_thread(
 def operands_of(gemm: cutlass.Constexpr, math: MathThread, stage: Int32) -> tuple[Int32, Int32]:
     """Descriptors of this warpgroup's rows and of the weights in a stage.
 
-    Main loops carry those of the next stage from turn to turn: made at a turn's start they would come between the
+    sum_promoted carries those of the next stage from turn to turn: made at a turn's start they would come between the
     last additions and the first WGMMA, where the tensor cores wait for them.
     """
-    rows, weights = gemm.tile_rows * BLOCK // 16, gemm.w_tile * gemm.halves * BLOCK // 16
-    return math.a + stage * rows, math.b + stage * weights
+    return math.a + stage * (gemm.tile_rows * BLOCK // 16), math.b + stage * (gemm.halves * BLOCK * BLOCK // 16)
 
 
 @cute.jit
@@ -109,7 +108,7 @@ def multiply(
     count: cutlass.Constexpr,
     keep: cutlass.Constexpr,
 ):
-    """Issue `count` WGMMAs of K = 32 from slice `first` of a stage (operands_of) and its part `part` of mma_cols columns.
+    """Issue `count` WGMMAs of K = 32 from slice `first` of a stage (operands_of), part `part` of mma_cols columns.
 
     keep: add to what `into` holds; else the first one overwrites it.
     """
@@ -166,10 +165,10 @@ def await_stage(
 
 @cute.jit
 def multiply_scales(gemm: cutlass.Constexpr, math: MathThread):
-    """math.factors[2g + h, w] = scale of row half h in group g times that of part w, of what was read last."""
+    """math.factors[2g + h, w] = scale of row half h in group g times weight scale w, of what was read last."""
     rows, weights = math.scales
     for i in cutlass.range_constexpr(2 * gemm.groups):
-        for w in cutlass.range_constexpr(gemm.w_parts):
+        for w in cutlass.range_constexpr(gemm.w_scales):
             math.factors[i, w] = rows[i] * weights[w]
 
 
@@ -189,6 +188,15 @@ def add_promoted(gemm: cutlass.Constexpr, math: MathThread, half: cutlass.Conste
                     for e in cutlass.range_constexpr(2):
                         at = 4 * chunks[n] + 2 * h + e
                         acc[at] += math.temp[at] * factor
+
+
+@cute.jit
+def hold(ring: Ring, stage: Int32, phase: Int32):
+    """Keep ptxas from moving what stands before and behind it past each other: a wait that is over already.
+
+    Without it ptxas puts the stores of a finished half behind the WGMMAs of the other one (gemm-notes.md).
+    """
+    cute.arch.mbarrier_wait(ring.full + stage, phase)
 
 
 @cute.jit
@@ -219,6 +227,8 @@ def promote_block(
                 next_stage, next_phase = advance(gemm, stage, phase)
                 next_operands = operands_of(gemm, math, next_stage)
                 await_stage(gemm, ring, math, next_stage, next_phase, place, kb + 1)
+            if cutlass.const_expr(end and last and gemm.early > 0):
+                hold(ring, stage, phase)
             if cutlass.const_expr(not (end and last)):
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(end):
@@ -271,6 +281,8 @@ def finish_tile(
     gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32
 ) -> tuple[Int32, Int32]:
     """After start_tile: math.acc = one pass of a work item. Returns the ring state after it."""
+    if cutlass.const_expr(gemm.early > 0):
+        hold(ring, stage, phase)
     warpgroup.wait_group(0)
     release(gemm, ring, stage)
     if cutlass.const_expr(gemm.mode != "single"):

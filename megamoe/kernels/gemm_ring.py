@@ -1,6 +1,6 @@
 """Shared memory of a grouped FP8 GEMM: a ring of stages between the producer warp and the math warpgroups.
 
-A stage is one K block of 128: A [tile_rows, 128] and `halves` weight tiles B [w_tile, 128], FP8 in rows of 128
+A stage is one K block of 128: A [tile_rows, 128] and `halves` weight tiles B [128, 128], FP8 in rows of 128
 bytes (SW128). Block scales come with some of the stages, into slots of their own (gemm_scales.py). Ring state
 (stage, phase) is two Int32 that callers carry from tile to tile, so that a bigger kernel can run several GEMMs
 through one ring.
@@ -28,7 +28,7 @@ FP8_TYPES = {"e4m3": cutlass.Float8E4M3FN, "e5m2": cutlass.Float8E5M2}
 
 
 class Ring(NamedTuple):
-    """Shared memory stages: a [tile_rows, 128, stages], b [w_tile, 128, stages * halves] (a stage's halves are
+    """Shared memory stages: a [tile_rows, 128, stages], b [128, 128, stages * halves] (a stage's halves are
     neighbours), tiles: address of the Tile that begins at each stage; scales, None without block scales; barriers full
     and empty [stages] each."""
 
@@ -52,7 +52,7 @@ def make_ring(gemm: cutlass.Constexpr) -> Ring:
     smem = cutlass.memory.SmemAllocator()
     dtype = FP8_TYPES[gemm.fp8]
     layout_a = smem_layout(gemm, gemm.tile_rows, gemm.stages)
-    layout_b = smem_layout(gemm, gemm.w_tile, gemm.stages * gemm.halves)
+    layout_b = smem_layout(gemm, BLOCK, gemm.stages * gemm.halves)
     a = smem.allocate_tensor(dtype, layout_a.outer, byte_alignment=SMEM_ALIGN, swizzle=layout_a.inner)
     b = smem.allocate_tensor(dtype, layout_b.outer, byte_alignment=SMEM_ALIGN, swizzle=layout_b.inner)
     scales = make_slots(gemm) if gemm.scaled else None  # right behind b: nothing is lost to its alignment

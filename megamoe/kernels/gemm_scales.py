@@ -42,8 +42,8 @@ class ScaleSource(NamedTuple):
 
 
 class ScalePlace(NamedTuple):
-    """Where a math thread finds the scales of one pass. weights: shared addresses of weight scale rows, one for each of
-    w_parts, K block 0 first; rows: that of its row's first window slot; window: number of the pass' first window."""
+    """Where a math thread finds the scales of one pass. weights: shared addresses of its weight scale rows, K block 0
+    first; rows: that of its row's first window slot; window: number of the pass' first window."""
 
     weights: tuple
     rows: Int32
@@ -79,13 +79,8 @@ def make_source(gemm: GemmSpec, rows: Int64, weights: Int64, rows_total: Int32) 
 @cute.jit
 def weight_row(gemm: cutlass.Constexpr, tile: Tile, w: cutlass.Constexpr) -> Int32:
     """Row of the weight scales, of [experts * n / 128, k_blocks], for scale w of a work item."""
-    if cutlass.const_expr(gemm.w_tile == BLOCK):
-        first = tile.column * (gemm.passes * gemm.halves) // gemm.scale_tiles
-        row = tile.expert * (gemm.n // BLOCK) + first + w * gemm.scale_step
-    else:  # the last tile's second one may be past n: its columns are not stored
-        block = tile.column * gemm.w_tile // BLOCK + w
-        row = tile.expert * (gemm.n // BLOCK) + cutlass.min(block, gemm.n // BLOCK - 1)
-    return row
+    first = tile.column * (gemm.passes * gemm.halves) // gemm.scale_tiles
+    return tile.expert * (gemm.n // BLOCK) + first + w * gemm.scale_step
 
 
 @cute.jit
@@ -164,19 +159,14 @@ def place(
         weights_at(gemm, slots, item, w) + tiles.row_misfit(weight_row(gemm, tile, w), gemm.k_blocks)
         for w in range(gemm.w_scales)
     )
-    if cutlass.const_expr(gemm.w_tile != BLOCK):  # 192 columns begin a scale block or end one; three parts of 64
-        middle = weights[0]
-        if tile.column % 2 != 0:
-            middle = weights[1]
-        weights = (weights[0], middle, weights[1])
     rows = prims.smem_addr(slots.rows.iterator) + row * (4 * WINDOW * gemm.groups)
     return ScalePlace(weights, rows, item * gemm.item_windows + number * gemm.windows)
 
 
 @cute.jit
 def read(gemm: cutlass.Constexpr, at: ScalePlace, kb: Int32, rows: cute.Tensor, weights: cute.Tensor):
-    """Start to read the scales of K block kb: rows[2g + h], of row half h in group g, and weights[w] of part w."""
-    for w in cutlass.range_constexpr(gemm.w_parts):
+    """Start to read the scales of K block kb: rows[2g + h], of row half h in group g, and weights[w]."""
+    for w in cutlass.range_constexpr(gemm.w_scales):
         weights[w] = prims.smem_ld_f32(at.weights[w] + 4 * kb)
     slot = (at.window + kb // WINDOW) & (gemm.window_slots - 1)
     first = at.rows + slot * gemm.window_bytes + kb % WINDOW * (4 * gemm.groups)

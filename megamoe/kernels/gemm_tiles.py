@@ -30,18 +30,16 @@ class GemmSpec:
     pitch: bytes between row records. mode: "single" (one accumulator), "promoted" (a second fp32 sum every
     128 of k) or "block" (promoted, times scales). group: columns that share a row scale ("block").
     paired: weight tiles of 128 rows hold 64 gate and 64 up columns in chunks of 8, in turns (FC1).
-    w_tile: rows of a weight tile, 128 or 192. halves: weight tiles that a work item multiplies with the rows at once, 1
-    or 2 (of 128). passes: how often it does, one after another. mma_cols: columns of one WGMMA, those of a weight tile
-    or of both halves ("single").
+    halves: weight tiles that a work item multiplies with the rows at once, 1 or 2. passes: how often it does, one after
+    another. mma_cols: columns of one WGMMA, those of a weight tile or of both halves ("single").
 
-    A work item is tile_rows rows times w_tile * halves * passes columns, its column tile. Of a GEMM for Knobs:
+    A work item is tile_rows rows times 128 * halves * passes columns, its column tile. Of a GEMM for Knobs:
 
-    | tile_cols (fc2_cols) | GEMM | w_tile | halves | passes |
-    |---|---|---|---|---|
-    | 128 | FC1, block scales with act_group 128 | 128 | 1 | 2 |
-    | 128 | all others | 128 | 1 | 1 |
-    | 192 | FC2 | 192 | 1 | 1 |
-    | 256 | both | 128 | 2 | 1 |
+    | tile_cols | GEMM | halves | passes |
+    |---|---|---|---|
+    | 128 | FC1, block scales with act_group 128 | 1 | 2 |
+    | 128 | all others | 1 | 1 |
+    | 256 | both | 2 | 1 |
 
     cluster_rows, cluster_cols: CTAs of a cluster down and across, 1 or 2 each; CTA r of it has
     row r // cluster_cols and column r % cluster_cols.
@@ -56,7 +54,6 @@ class GemmSpec:
     group: int
     paired: bool
     passes: int
-    w_tile: int
     halves: int
     mma_cols: int
     cluster_rows: int
@@ -76,18 +73,14 @@ class GemmSpec:
 
     @property
     def early(self) -> int:
-        """Halves of a pass that are complete while the last WGMMAs of the other are in flight."""
-        return 0 if self.mode == "single" else self.halves - 1
+        """Halves of a pass whose results FC2 stores while the last WGMMAs of the other are in flight. FC1 has none:
+        SwiGLU would need registers that those hold, and ptxas moves it behind them."""
+        return 0 if self.mode == "single" or self.paired else self.halves - 1
 
     @property
     def columns(self) -> int:
         """Columns of a work item."""
-        return self.w_tile * self.passes * self.halves
-
-    @property
-    def across(self) -> int:
-        """Column tiles of one row tile; with a w_tile of 192 the last one may reach past n."""
-        return tiles.ceil_div(self.n, self.columns)
+        return BLOCK * self.passes * self.halves
 
     @property
     def cluster(self) -> int:
@@ -98,24 +91,17 @@ class GemmSpec:
     def n_tiles(self) -> int:
         """Work items of one row tile for a whole cluster; with two rows of CTAs, which run two row tiles at once, half
         of what two row tiles have (sched.tiles.split_pairs)."""
-        return self.across // self.cluster
+        return self.n // (self.columns * self.cluster)
 
     @property
     def w_scales(self) -> int:
-        """Weight scales of a work item and K block: of gate and up, else of each 128 columns, begun ones included."""
-        return 2 if self.paired else tiles.ceil_div(self.w_tile * self.halves, BLOCK)
-
-    @property
-    def w_parts(self) -> int:
-        """Factors of a row and K block: one for each weight scale, or with a w_tile of 192 for each 64 columns."""
-        return self.w_scales if self.w_tile == BLOCK else self.w_tile // 64
+        """Weight scales of a work item and K block: of gate and up, else of each half."""
+        return 2 if self.paired else self.halves
 
     def factor_chunks(self, half: int) -> list[tuple[int, range]]:
-        """Parts (of w_parts) that a half's sums are multiplied by, and the chunks of 8 columns that each is for."""
+        """Scales (of w_scales) that a half's sums are multiplied by, and the chunks of 8 columns that each is for."""
         if self.paired:
             return [(part, range(part, BLOCK // 8, 2)) for part in range(2)]
-        if self.w_tile != BLOCK:
-            return [(part, range(8 * part, 8 * part + 8)) for part in range(self.w_parts)]
         return [(half, range(BLOCK // 8))]
 
     @property
@@ -181,7 +167,7 @@ class GemmSpec:
     @property
     def stage_bytes(self) -> int:
         """Bytes that TMA brings to one stage, scales left out."""
-        return (self.tile_rows + self.w_tile * self.halves) * BLOCK
+        return (self.tile_rows + BLOCK * self.halves) * BLOCK
 
     @property
     def smem_bytes(self) -> int:
@@ -202,21 +188,16 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     passes: of tiles of 128 columns that a work item needs; wider tiles need fewer.
     Stages fill shared memory unless knobs.stages says how many. Raises ConfigError for knobs that don't fit.
     """
-    field, columns = "tile_cols", knobs.tile_cols
-    if name == "fc2" and knobs.fc2_cols is not None:
-        field, columns = "fc2_cols", knobs.fc2_cols
-    w_tile = BLOCK if columns % BLOCK == 0 else columns
-    halves = columns // w_tile
+    halves = knobs.tile_cols // BLOCK
     passes = fixed.pop("passes") // halves or 1
-    mma_cols = columns if knobs.mma_cols > BLOCK else w_tile
-    shape = dict(w_tile=w_tile, halves=halves, passes=passes, mma_cols=mma_cols, tile_rows=knobs.tile_rows)
+    shape = dict(halves=halves, passes=passes, mma_cols=knobs.mma_cols, tile_rows=knobs.tile_rows)
     shape |= dict(cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols)
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
-    if w_tile == BLOCK and spec.n % spec.columns:
-        raise ConfigError(field, columns, f"128 for {name}, whose N is {spec.n}")
+    if spec.n % spec.columns:
+        raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")
     if knobs.mma_cols > BLOCK and (knobs.mma_cols > knobs.tile_cols or spec.mode != "single"):
         raise ConfigError("mma_cols", knobs.mma_cols, "128, or 256 with accum='single' and tile_cols=256")
-    across = spec.across
+    across = spec.n // spec.columns
     if across % spec.cluster_cols:
         raise ConfigError("cluster_cols", knobs.cluster_cols, f"1 for {name}, which has {across} column tiles")
     if across % spec.cluster:
@@ -225,7 +206,7 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     while spec.smem_bytes > SMEM_BYTES:
         spec = replace(spec, stages=spec.stages - 1)
     if knobs.stages is not None and knobs.stages > spec.stages:
-        given = f"tile_rows = {knobs.tile_rows}, {field} = {columns} and {spec.experts} experts a rank"
+        given = f"tile_rows = {knobs.tile_rows}, tile_cols = {knobs.tile_cols} and {spec.experts} experts a rank"
         raise ConfigError("stages", knobs.stages, f"at most {spec.stages} with {given}")
     return replace(spec, stages=knobs.stages or spec.stages)
 

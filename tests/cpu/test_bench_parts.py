@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +16,17 @@ from megamoe import Knobs
 from megamoe.comm import SingleWorld
 from tests.cpu.bench_stand_ins import GB
 
-names = ("bench", "forwards", "machine", "options", "peers", "peers.measure", "timing")  # bench_stand_ins found them
-bench, forwards, machine, options, peers, measure, timing = map(importlib.import_module, names)
+names = (
+    "bench",
+    "forwards",
+    "machine",
+    "options",
+    "peers",
+    "peers.measure",
+    "timing",
+    "turns",
+)  # bench_stand_ins found them
+bench, forwards, machine, options, peers, measure, timing, turns = map(importlib.import_module, names)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +170,30 @@ def test_a_gap_is_a_sleep_before_each_sample(monkeypatch):
         raise KeyError
     clock.lead_in()
     assert slept == [1_000_000, 2_000_000]  # cycles of 2 GHz
+
+
+def test_runs_take_turns(tmp_path):
+    seen, both = [], threading.Barrier(2, timeout=20)
+
+    def run(name):
+        both.wait()
+        mine = turns.Turns(tmp_path / "turns", SingleWorld("cpu"))
+        for part in range(3):
+            seen.append((name, part, "in"))
+            time.sleep(0.01)
+            seen.append((name, part, "out"))
+            with mine.lent():
+                both.wait()  # only while both have lent it, neither holding the other up
+        mine.give()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, "ab"))
+    assert len(seen) == 12 and all(a[:2] == b[:2] for a, b in zip(seen[::2], seen[1::2]))  # never both at once
+
+
+def test_a_run_alone_needs_no_turns():
+    with turns.Turns(None, None).lent():
+        pass
 
 
 def test_summary():

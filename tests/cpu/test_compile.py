@@ -34,7 +34,7 @@ def launch_bytes(ir: str) -> list[int]:
     return [int(re.search(rf"{v} = llvm\.mlir\.constant\((\d+) : i64\)", ir)[1]) for v in stored]
 
 
-TIGHT = [(V3, 32, Knobs()), (V3, 32, Knobs(tile_rows=64)), (V3, 32, Knobs(tile_rows=64, fc2_cols=192))]
+TIGHT = [(V3, 32, Knobs()), (V3, 32, Knobs(tile_rows=64))]
 TIGHT += [(dict(V3, hidden=h, intermediate=128), e, Knobs(tile_rows=64)) for h, e in ((256, 278), (2048, 343))]
 """Shape, experts a rank and Knobs whose stages leave little of shared memory, in block mode with act_group 64."""
 

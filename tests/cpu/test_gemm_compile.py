@@ -96,19 +96,6 @@ def test_a_cluster_needs_column_tiles_for_all_its_ctas(rows: int, cols: int) -> 
                 FC2Spec.from_config(cfg, 32, knobs)
 
 
-@pytest.mark.parametrize("hidden,tiles", [(384, 2), (512, 3), (640, 4), (7168, 38), (4096, 22)])
-def test_fc2_alone_may_have_tiles_of_192_columns(hidden: int, tiles: int) -> None:
-    cfg = MoEConfig(**(LARGE | dict(hidden=hidden)))
-    gemm = FC2Spec.from_config(cfg, 32, Knobs(fc2_cols=192)).gemm
-    assert (gemm.across, gemm.w_tile, gemm.mma_cols, gemm.w_scales, gemm.w_parts) == (tiles, 192, 192, 2, 3)
-    assert FC1Spec.from_config(cfg, 32, Knobs(fc2_cols=192)) == FC1Spec.from_config(cfg, 32, Knobs())
-    if tiles % 2:
-        with pytest.raises(ConfigError, match=r"cluster_rows = 2: .*fc2.* 3 column tiles"):
-            FC2Spec.from_config(cfg, 32, Knobs(fc2_cols=192, cluster_rows=2))
-    with pytest.raises(ConfigError, match=r"tile_cols = 192"):
-        Knobs(tile_cols=192)
-
-
 def test_equal_configs_have_equal_specs() -> None:
     cfg = MoEConfig(**LARGE)
     more_tokens = MoEConfig(**(LARGE | dict(max_tokens=17, top_k=2)))
