@@ -85,8 +85,8 @@ def check_gemm(found: CompileReport, gemm: gemm_tiles.GemmSpec) -> None:
     loads = count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx)
     shared = count(r"cp\.async\.bulk\.tensor\.2d\S*multicast", found.ptx)
     across, down = gemm.cluster_cols > 1, gemm.cluster_rows > 1
-    # Of rows, one a stage (unless CTAs share them, or one of few), and with block scales one of those; of weights,
-    # one a half, and with two rows of CTAs one more for where they share none.
+    # Of rows, one a stage, one more for few where CTAs do not share rows, and with block scales one of those; of
+    # weights, one a half, and with two rows of CTAs one more for where they share none.
     assert loads == gemm.passes * (1 + (not across) + gemm.scaled + gemm.halves * (2 if down else 1))
     assert shared == gemm.passes * (across + gemm.halves * down)
     assert (count(r"barrier\.cluster\.wait", found.ptx) > 0) == (gemm.cluster > 1)

@@ -29,8 +29,7 @@ not the first one's to the bit, says so and has no time.
 --gap-us N: before each sample of gemm the GPU sleeps N us (default 2000; other sections: 1000, short forwards of e2e
 3000), between the flush of L2 and the meeting of ranks. Under a power limit shorter gaps favour whoever runs first.
 --virtual N puts N ranks on one GPU: a time is that of all ranks together, floors add up their work, no bars hold.
---turns FILE: several runs on the same GPUs, one measuring while the others compile (turns.py); with --timeout-s above
-the longest stretch without compilation.
+--turns FILE: several runs on the same GPUs, one measuring while the others compile (turns.py); not for section host.
 How time is taken: timing.py. What is counted as bytes, and floors: floors.py.
 
 Expected time on H200s: about 100 s by default on one GPU with torch's peers, 50 s with --quick; on two GPUs about

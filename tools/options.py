@@ -107,7 +107,10 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     top.add_argument("--seed", type=int, default=0)
     top.add_argument("--timeout-s", type=float, default=60.0, help="limit of every wait for a peer (default: 60)")
     top.add_argument(
-        "--turns", type=Path, metavar="FILE", help="take turns with other runs on the same GPUs that name this file"
+        "--turns",
+        type=Path,
+        metavar="FILE",
+        help="take turns with other runs on the same GPUs that name this file; with --experts and --tokens",
     )
     top.add_argument("--out", type=Path, help="file to which rows are appended, as JSON lines")
     return top
@@ -135,6 +138,10 @@ def parse(argv: list[str] | None, processes: int, description: str | None = None
     _settings(top, args)
     _gemms(top, args)
     args.given_tokens = args.tokens is not None
+    if args.turns and not (args.experts and args.given_tokens):
+        top.error("--turns: needs --experts and --tokens, because free memory, which decides else, is shared")
+    if args.turns and "host" in args.what:
+        top.error("--turns: not for section host, whose times the others' compilation would change")
     args.tokens = sorted(args.tokens or (QUICK_TOKENS if args.quick else TOKENS))
     args.runs = 10 if args.quick else 20
     return args

@@ -36,8 +36,8 @@ from .trace import Phase, Role
 
 PRODUCER_REGISTERS = 40
 FEW = 8
-"""Rows of a tile up to which only so many are loaded. With one row an expert all SMs would read the same 64 rows at
-once, most for nothing. What an earlier tile left in place of the others reaches no result."""
+"""A tile with at most so many rows loads only these, though scales of all. With one row an expert all SMs would read
+the same 64 rows at once, most for nothing. What an earlier tile left in place of the others reaches no result."""
 
 
 class Operands(NamedTuple):

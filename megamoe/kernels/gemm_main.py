@@ -192,7 +192,8 @@ def add_promoted(gemm: cutlass.Constexpr, math: MathThread, half: cutlass.Conste
 
 @cute.jit
 def hold(ring: Ring, stage: Int32, phase: Int32):
-    """Keep ptxas from moving what stands before and behind it past each other: a wait that is over already.
+    """Keep ptxas from moving what stands before and behind it past each other: a wait that is over already, for a stage
+    that this warp has read and not released yet, so that nobody can have filled it again.
 
     Without it ptxas puts the stores of a finished half behind the WGMMAs of the other one (gemm-notes.md).
     """

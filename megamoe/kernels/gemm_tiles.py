@@ -166,7 +166,7 @@ class GemmSpec:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes that TMA brings to one stage, scales left out."""
+        """Bytes that TMA brings to one stage of a tile with more than gemm_load.FEW rows, scales left out."""
         return (self.tile_rows + BLOCK * self.halves) * BLOCK
 
     @property

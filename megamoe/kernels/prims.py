@@ -395,8 +395,12 @@ def smem_add(addr: Int32, value: Int32, *, loc=None, ip=None) -> Int32:
 
 def sw128_descriptor(addr: Int32) -> Int32:
     """Lower half of the descriptor of a K-major SW128 operand at a shared address that is a multiple of 1024, or of the
-    slice of it that begins up to 96 bytes later (PTX ISA, "wgmma matrix descriptor"). 16 bytes on are 1 more."""
-    return addr >> 4 | 1 << 16
+    slice of it that begins up to 96 bytes later (PTX ISA, "wgmma matrix descriptor"). 16 bytes on are 1 more.
+
+    The mask drops the CTA's rank in its cluster, which shared addresses carry above. Bit 16 is a leading offset, which
+    SW128 does not use.
+    """
+    return (addr & 0x3FFFF) >> 4 | 1 << 16
 
 
 @dsl_user_op
@@ -406,7 +410,7 @@ def wgmma(into: cute.Tensor, a: Int32, b: Int32, fp8: str, keep: bool, *, loc=No
     count = cute.size(into)
     names = ", ".join(f"${i}" for i in range(count))
     operand = f"wgmma.mma_async.sync.aligned.m64n{2 * count}k32.f32.{fp8}.{fp8}"
-    # 8 rows of 128 bytes after 8 others, SW128
+    # Upper half: 1024 bytes, in units of 16, from 8 rows to the next 8; and SW128.
     pack = " ".join(f"mov.b64 {d}, {{${2 * count + i}, 0x40000040}};" for i, d in enumerate("ab"))
     text = f"{{ .reg .b64 a, b; .reg .pred p; {pack} setp.ne.b32 p, {int(keep)}, 0; "
     text += f"{operand} {{{names}}}, a, b, p, 1, 1; }}"

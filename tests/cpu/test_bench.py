@@ -44,6 +44,27 @@ def test_dry_run(dry, monkeypatch, tmp_path, capsys, size):
     assert (gpu[0]["sm_mhz"], gpu[0]["watts"], "clock_reasons" in gpu[0]) == (1980, 412.5, False)
 
 
+def test_a_run_lends_its_turn_to_compilers(dry, monkeypatch, tmp_path):
+    turns, events = importlib.import_module("turns"), []
+    monkeypatch.setattr(turns.Turns, "take", lambda self: events.append("take"))
+    monkeypatch.setattr(turns.Turns, "give", lambda self: events.append("give"))
+    monkeypatch.setattr(FakeLayer, "warmup", lambda self: events.append("warmup"))
+
+    def prepare(self, point, weights, inputs):
+        self.x = inputs[0]
+        with self.compiling():
+            events.append("prepare")
+
+    monkeypatch.setattr(FakePeer, "prepare", prepare)
+    use(monkeypatch, [FakePeer("a")], [])
+    words = ["--preset", "small", "--what", "e2e", "--scale", "block", "--tokens", "128", "--experts", "16"]
+    go([*words, "--turns", str(tmp_path / "turns")], world_of(1), tmp_path)
+    lent = lambda what: ["give", what, "take"]  # noqa: E731
+    assert sorted(events) == sorted(["take", *lent("warmup"), *lent("prepare")])
+    for what in ("warmup", "prepare"):
+        assert events[events.index(what) - 1 : events.index(what) + 2] == lent(what)
+
+
 def test_peers_take_turns_with_ours(dry, monkeypatch, tmp_path):
     broken = FakePeer("b", parts="broken")
     wrong, late = FakePeer("c", sign=-1), FakePeer("d", reason="at 8192")

@@ -16,16 +16,8 @@ from megamoe import Knobs
 from megamoe.comm import SingleWorld
 from tests.cpu.bench_stand_ins import GB
 
-names = (
-    "bench",
-    "forwards",
-    "machine",
-    "options",
-    "peers",
-    "peers.measure",
-    "timing",
-    "turns",
-)  # bench_stand_ins found them
+# bench_stand_ins found them
+names = ("bench", "forwards", "machine", "options", "peers", "peers.measure", "timing", "turns")
 bench, forwards, machine, options, peers, measure, timing, turns = map(importlib.import_module, names)
 
 
@@ -49,6 +41,8 @@ bench, forwards, machine, options, peers, measure, timing, turns = map(importlib
         (["--gemm-skew", "balanced,hot"], 1, "--gemm-skew hot: one of balanced, zipf"),
         (["--gap-us", "35"], 1, "--gap-us 35: 200 to 1000000"),
         (["--routing", "balanced,skewed"], 1, "--routing skewed: one of balanced, random, zipf"),
+        (["--turns", "file", "--tokens", "8"], 1, "--turns: needs --experts and --tokens"),
+        (["--turns", "file", "--tokens", "8", "--experts", "8"], 1, "--turns: not for section host"),
         (["--routing", "empty_rank"], 1, "several ranks"),
         (["--peers", "torch,deepep"], 1, "--peers deepep: one of torch, flashinfer_pull"),
     ],

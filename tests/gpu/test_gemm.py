@@ -148,7 +148,7 @@ def check_mode(mode, knobs):
     hidden, intermediate = sizes(knobs)
     cfg = MoEConfig(hidden=hidden, intermediate=intermediate, num_experts=6, top_k=2, max_tokens=8, **mode)
     pack = make_weights(cfg, 1, 7, DEVICE)[0]
-    for counts in ([300, 0, 1, 64, 129, 0], [0] * 6, [0, 0, 0, 0, 0, 5]):
+    for counts in ([300, 0, 1, 64, 129, 0], [0] * 6, [0, 0, 0, 0, 0, 5], [8, 9, 0, 136, 137, 1]):
         check_fc1(cfg, pack, counts, 1, knobs, extra_rows=70)
         check_fc2(cfg, pack, counts, 2, knobs, extra_rows=70)
 
