@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +25,12 @@ SKEWS = ("balanced", "zipf")
 ZIPF_EXPONENT = 1.2
 
 
-def generator(seed: int, device: torch.device | str) -> torch.Generator:
-    """A seeded generator on `device`."""
-    return torch.Generator(device=device).manual_seed(seed)
+def generator(device: torch.device | str, what: str, *numbers: int) -> torch.Generator:
+    """A generator on `device`, seeded by what it draws and for whom.
+
+    Equal seeds for tokens and weights would make tokens equal rows of weights, and their products sums of squares.
+    """
+    return torch.Generator(device=device).manual_seed(zlib.crc32(repr((what, *numbers)).encode()))
 
 
 def random_experts(cfg: MoEConfig, world_size: int, seed: int, device: torch.device | str) -> ExpertWeights:
@@ -34,7 +38,7 @@ def random_experts(cfg: MoEConfig, world_size: int, seed: int, device: torch.dev
     local = cfg.experts_local(world_size)
     one = replace(cfg, num_experts=1, top_k=1, pool_rows=None)
     statics = dict(x_scale=STATIC_SCALE, act_scale=STATIC_SCALE) if cfg.scale == "tensor" else {}
-    g = generator(seed, device)
+    g = generator(device, "experts", seed)
     tensors: dict[str, torch.Tensor] = {}
     for index in range(local):
         w13 = torch.randn(1, 2 * cfg.intermediate, cfg.hidden, generator=g, device=device, dtype=torch.bfloat16)
@@ -72,7 +76,11 @@ def zipf_ids(tokens: int, top_k: int, num_experts: int, seed: int, g: torch.Gene
 
     Which expert is how wanted is a permutation of `seed`, the same on every rank.
     """
-    order = torch.rand(num_experts, generator=generator(seed, g.device), device=g.device).argsort().argsort()
+    order = (
+        torch.rand(num_experts, generator=generator(g.device, "order of experts", seed), device=g.device)
+        .argsort()
+        .argsort()
+    )
     noise = torch.rand(tokens, num_experts, generator=g, device=g.device).clamp_(min=1e-20).log_().neg_().log_()
     scores = noise.neg_() - (order + 1).float().log()  # Gumbel's trick: the largest K are such a draw
     return scores.topk(top_k, dim=1).indices.to(torch.int32).contiguous()
@@ -86,7 +94,7 @@ def zipf_counts(total: int, experts: int, seed: int) -> tuple[int, ...]:
     counts = wanted.floor()
     remainders = (wanted - counts).argsort(descending=True, stable=True)
     counts[remainders[: total - int(counts.sum())]] += 1
-    return tuple(counts[torch.randperm(experts, generator=generator(seed, "cpu"))].long().tolist())
+    return tuple(counts[torch.randperm(experts, generator=generator("cpu", "order of experts", seed))].long().tolist())
 
 
 def hot_ids(tokens: int, top_k: int, experts: torch.Tensor, g: torch.Generator) -> torch.Tensor:
@@ -101,7 +109,7 @@ def make_ids(
 ) -> torch.Tensor:
     """int32 [T, K], distinct in a token: one of ROUTINGS, or "all_remote" (balanced over the experts of other
     ranks; there must be at least K)."""
-    g = generator(1009 * seed + rank, device)
+    g = generator(device, "routes", seed, rank)
     experts = torch.arange(cfg.num_experts, device=device)
     if kind == "random":
         scores = torch.rand(tokens, cfg.num_experts, generator=g, device=device)
@@ -129,7 +137,7 @@ def make_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x bf16 [T, H] of randn, ids int32 [T, K], weights fp32 [T, K] of sum one)."""
     ids = make_ids(kind, cfg, rank, world_size, tokens, seed, device)
-    g = generator(7919 * seed + rank, device)
+    g = generator(device, "tokens", seed, rank)
     x = torch.randn(tokens, cfg.hidden, generator=g, device=device, dtype=torch.bfloat16)
     weights = torch.rand(tokens, cfg.top_k, generator=g, device=device) + 0.1
     return x, ids, weights / weights.sum(1, keepdim=True)

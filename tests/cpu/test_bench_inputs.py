@@ -15,7 +15,7 @@ from megamoe import MoEConfig
 from megamoe.weights import ExpertWeights
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-inputs = importlib.import_module("inputs")
+inputs, peers = map(importlib.import_module, ("inputs", "peers"))
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(16, 4), (12, 5), (6, 6)])
@@ -105,11 +105,21 @@ def test_problem(kind, tokens):
     assert [t.sent for t in made.traffics] == [0, 4 * tokens]
 
 
+def test_tokens_are_not_rows_of_weights():
+    """With equal seeds they would be, and static scales would clip the sums of squares that come out."""
+    cfg = MoEConfig(hidden=256, intermediate=128, num_experts=2, top_k=1, max_tokens=64, scale="tensor")
+    for seed in (0, 7):
+        x = inputs.make_inputs("balanced", cfg, 0, 1, 64, seed, "cpu")[0].float()
+        pack = inputs.random_experts(cfg, 1, seed, "cpu")
+        gates = next(peers.Experts(pack).chunks())[0].flatten(0, 1).float() @ x.T
+        assert gates.abs().max() < 6.5 and 0.9 < gates.std() < 1.1  # of standard normals
+
+
 @pytest.mark.parametrize("scale", ["block", "tensor"])
 def test_random_experts_are_what_from_bf16_makes(scale):
     cfg = MoEConfig(hidden=256, intermediate=128, num_experts=4, top_k=2, max_tokens=8, scale=scale)
     pack = inputs.random_experts(cfg, 2, 11, "cpu")
-    g = inputs.generator(11, "cpu")
+    g = inputs.generator("cpu", "experts", 11)
     pairs = [
         [torch.randn(1, n, k, generator=g, dtype=torch.bfloat16).mul_(k**-0.5) for n, k in ((256, 256), (256, 128))]
         for _ in range(2)
