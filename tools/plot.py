@@ -9,10 +9,10 @@ speedup  each peer's time over megamoe's
 gemm     TFLOPS of fc1 and fc2 over rows per expert, with a dense GEMM and the floor
 stages   share of each kernel in their sum over T
 
-Each setting (GPU, W, shape, number format, accumulation, knobs, routing, skew of GEMM rows) gets its own files,
-FIGURE-SETTING.png and .svg. Rows name who was measured in `impl`; without it they are megamoe's. Of several rows of a
-point the last one is drawn, but a speed-up compares two rows of the same run. Rows without a time (a peer that could
-not run) are skipped.
+Each setting (GPU, W, shape, number format, accumulation, knobs, routing, skew and experts of GEMM rows) gets its own
+files, FIGURE-SETTING.png and .svg. Rows name who was measured in `impl`; without it they are megamoe's. Of several
+rows of a point the last one is drawn, but a speed-up compares two rows of the same run. Rows without a time (a peer
+that could not run) are skipped.
 
 Needs matplotlib; neither torch nor megamoe.
 """

@@ -21,6 +21,7 @@ USUAL = {
     "execution": "staged",
     "world": "processes",
     "skew": "balanced",
+    "experts": 32,
 }
 """Values that file names leave out."""
 
@@ -53,7 +54,7 @@ def timed(rows: Iterable[Row], what: str) -> list[Row]:
 
 def setting(row: Row) -> tuple[tuple[str, Any], ...]:
     """What rows of one figure have in common."""
-    return tuple((key, row.get(key) or USUAL.get(key)) for key in (*SETTING, "routing", "skew"))
+    return tuple((key, row.get(key) or USUAL.get(key)) for key in (*SETTING, "routing", "skew", "experts"))
 
 
 def preset(row: Row) -> str | None:
@@ -79,6 +80,7 @@ def slug(row: Row) -> str:
     name = preset(row) or "h{hidden}-i{intermediate}-k{top_k}".format_map(row)
     gpu = str(row.get("gpu", "gpu")).removeprefix("NVIDIA ")
     unusual = [str(row[key]) for key, usual in USUAL.items() if row.get(key) not in (None, usual)]
+    unusual += ["experts"] * (row.get("experts") not in (None, USUAL["experts"]))  # behind their number
     text = "-".join([name, f"e{row.get('num_experts')}", f"{gpu}x{row.get('W', 1)}", *unusual])
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 

@@ -192,6 +192,9 @@ def test_other_ways_to_name_a_section_and_a_preset(rows):
     virtual = {**row, "W": 4, "world": "virtual"}
     assert records.slug(virtual) == "v3-e256-h200x4-virtual" and records.setting(virtual) != records.setting(row)
     assert records.setting({**row, "world": "processes"}) == records.setting(row)
+    many = {**row, "experts": 96}
+    assert records.slug(many) == "v3-e256-h200x1-96-experts" and records.setting(many) != records.setting(row)
+    assert records.setting({**row, "experts": 32}) == records.setting(row)
     with plot.panels.style():
         assert "1 × NVIDIA H200 (W = 4)" in words(plot.latency([virtual]))
     bare = {key: value for key, value in row.items() if key != "command"}
