@@ -137,8 +137,9 @@ class Bench:
         self._progress.update()
 
     def close(self) -> None:
-        """End the progress bar."""
+        """End the progress bar and this run's turns."""
         self._progress.close()
+        self.turns.close()
 
     def add(self, **row: Any) -> None:
         """Record a row; rank 0 writes it at once, so that a run cut short keeps what it had."""

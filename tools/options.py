@@ -140,6 +140,8 @@ def parse(argv: list[str] | None, processes: int, description: str | None = None
     args.given_tokens = args.tokens is not None
     if args.turns and not (args.experts and args.given_tokens):
         top.error("--turns: needs --experts and --tokens, because free memory, which decides else, is shared")
+    if args.turns and (args.turns.is_dir() or not args.turns.parent.is_dir()):
+        top.error(f"--turns {args.turns}: a file in a folder that is there")
     if args.turns and "host" in args.what:
         top.error("--turns: not for section host, whose times the others' compilation would change")
     args.tokens = sorted(args.tokens or (QUICK_TOKENS if args.quick else TOKENS))

@@ -3,7 +3,8 @@
 A run holds a lock on FILE whenever it uses the GPUs, and lends it to the others while it compiles, which takes most of
 the time beside libraries that compile for each T. The first forward after such a compilation falls into another run's
 turn: milliseconds with one rank; with several also the wait of a rank whose compiler was quicker. Medians of many
-samples hide it, p90 does not; a point that matters deserves a run alone.
+samples hide it, p90 does not; a point that matters deserves a run alone. Memory of the other runs is not free, so that
+small T may run with one pack of weights where a run alone has two (`packs` of a row).
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ class Turns:
             self._world.barrier("end of turn")
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """End this run's turns, whatever its GPUs still do; not collective."""
+        if self._file is not None:
+            self._file.close()
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:

@@ -43,6 +43,8 @@ bench, forwards, machine, options, peers, measure, timing, turns = map(importlib
         (["--routing", "balanced,skewed"], 1, "--routing skewed: one of balanced, random, zipf"),
         (["--turns", "file", "--tokens", "8"], 1, "--turns: needs --experts and --tokens"),
         (["--turns", "file", "--tokens", "8", "--experts", "8"], 1, "--turns: not for section host"),
+        (["--turns", ".", "--tokens", "8", "--experts", "8"], 1, "--turns .: a file in a folder"),
+        (["--turns", "no/file", "--tokens", "8", "--experts", "8"], 1, "--turns no/file: a file in a folder"),
         (["--routing", "empty_rank"], 1, "several ranks"),
         (["--peers", "torch,deepep"], 1, "--peers deepep: one of torch, flashinfer_pull"),
     ],
@@ -178,7 +180,7 @@ def test_runs_take_turns(tmp_path):
             seen.append((name, part, "out"))
             with mine.lent():
                 both.wait()  # only while both have lent it, neither holding the other up
-        mine.give()
+        mine.close()
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, "ab"))
