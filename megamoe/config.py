@@ -127,6 +127,7 @@ class Knobs:
     cluster_rows, cluster_cols: shape of a cluster of CTAs, 1 or 2 each. Its columns run neighbouring column tiles and
         share the loads of rows; its rows run neighbouring row tiles of an expert and share the loads of weights. Both
         GEMMs must have a multiple of cluster_rows * cluster_cols column tiles.
+    schedule: which CTA runs which tile. "static": in turns; "atomic": whoever is free takes the next one.
     stages: K blocks of 128 held in shared memory, 2 to 12; None fills it.
     copy_depth: rows in flight a warp in pull and token-back, 2 to 8; None picks by row size.
     """
@@ -136,6 +137,7 @@ class Knobs:
     mma_cols: int = 128
     cluster_rows: int = 1
     cluster_cols: int = 1
+    schedule: Literal["static", "atomic"] = "static"
     stages: int | None = None
     copy_depth: int | None = None
 
@@ -146,6 +148,7 @@ class Knobs:
         for name, allowed in allowed_of.items():
             value = getattr(self, name)
             _require(type(value) is int and value in allowed, name, value, " or ".join(map(str, allowed)))
+        _require_word("schedule", self.schedule, ("static", "atomic"))
         if self.stages is not None:
             _require_int("stages", self.stages, 2, 12)
         if self.copy_depth is not None:

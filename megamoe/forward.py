@@ -131,11 +131,11 @@ class RankForward:
         )
         self._fc1_args = (
             *(at["pool_x"], at["expert_start"], experts.w13.data_ptr(), experts.w13_scale.data_ptr()),
-            *(at["pool_weight"], at["pool_act"], 0, rows, self._num_sms, x_scale, act_scale),
+            *(at["pool_weight"], at["pool_act"], 0, rows, self._num_sms, x_scale, act_scale, at["tickets"]),
         )
         self._fc2_args = (
             *(at["pool_act"], at["expert_start"], experts.w2.data_ptr(), experts.w2_scale.data_ptr()),
-            *(at["pool_weight"], at["pool_y"], rows, self._num_sms, act_scale),
+            *(at["pool_weight"], at["pool_y"], rows, self._num_sms, act_scale, at["tickets"] + 8),
         )
         self._back_args = (
             *(deltas, rank, at["expert_start"], at["pool_meta"], at["pool_y"], at["slots"], self._num_sms),

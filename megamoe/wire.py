@@ -150,7 +150,8 @@ def local_layout(cfg: MoEConfig, world_size: int) -> Layout:
     send_counts, send_cursors int32 [2, E] (a forward uses the set of its parity and clears the other);
     send_start int32 [W + 1] (live routes to the owners before o: exchange writes it, reduce reads whom to wait for);
     ids int32 and weights fp32 [max_tokens, K] (checked; -1 = masked);
-    expert_start int32 [E_local + 1]; pool_x, pool_act row records; pool_meta int64, pool_weight fp32,
+    expert_start int32 [E_local + 1]; tickets int32 [2, 2] (fc1's, fc2's: kernels/gemm_queue.py);
+    pool_x, pool_act row records; pool_meta int64, pool_weight fp32,
     pool_y bf16 [rows, H], each of pool_capacity rows.
     """
     routes, rows = cfg.max_tokens * cfg.top_k, cfg.pool_capacity(world_size)
@@ -162,6 +163,7 @@ def local_layout(cfg: MoEConfig, world_size: int) -> Layout:
             "ids": routes * 4,
             "weights": routes * 4,
             "expert_start": (cfg.experts_local(world_size) + 1) * 4,
+            "tickets": 2 * 2 * 4,
             "pool_x": rows * input_format(cfg).pitch,
             "pool_meta": rows * 8,
             "pool_weight": rows * 4,

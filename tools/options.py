@@ -150,11 +150,12 @@ def parse(argv: list[str] | None, processes: int, description: str | None = None
 
 
 def parse_knobs(top: argparse.ArgumentParser, text: str) -> Knobs | None:
-    """Knobs of "field=number,field=number"; None of "auto". Another text ends the command line `top`."""
+    """Knobs of "field=value,field=value"; None of "auto". Another text ends the command line `top`."""
     if text == "auto":
         return None
     try:
-        return Knobs(**{name: int(number) for name, number in (part.split("=") for part in text.split(","))})
+        pairs = [part.split("=") for part in text.split(",")]
+        return Knobs(**{name: value if value.isalpha() else int(value) for name, value in pairs})
     except (TypeError, ValueError) as error:
         top.error(f"--knobs {text}: auto, or fields of Knobs as in tile_rows=128,cluster_cols=2 ({error})")
 

@@ -22,6 +22,10 @@ KEPT = ("control", "send_counts", "send_cursors")
 """Regions that poison() leaves alone: they carry state from one forward to the next."""
 
 
+CLEARED = ("send_counts", "send_cursors", "tickets")
+"""Local regions that are zero between forwards."""
+
+
 class Workspace:
     """Regions of wire.arena_layout and wire.local_layout for every local rank. Made by World.workspace().
 
@@ -60,7 +64,7 @@ class Workspace:
         pinned = device.type == "cuda"
         with self.world.on(rank):
             self._local[rank] = aligned_bytes(self.local_layout.nbytes, device, zero=False)
-            for name in ("send_counts", "send_cursors"):
+            for name in CLEARED:
                 self._bytes(rank, name).zero_()
             self._scratch[rank] = torch.zeros(wire.CONTROL_WORDS, dtype=torch.int64, device=device)
             self._scratch[rank][wire.ABORT] = 1 + rank
@@ -163,8 +167,8 @@ class Workspace:
                 control[wire.EPOCH] = epoch
                 control[wire.LIST_FLAG : wire.LIST_FLAG + 2 * wire.MAX_RANKS] = epoch
                 control[wire.RETURN_FLAG : wire.RETURN_FLAG + wire.MAX_RANKS] = epoch
-                self._bytes(rank, "send_counts").zero_()
-                self._bytes(rank, "send_cursors").zero_()
+                for name in CLEARED:
+                    self._bytes(rank, name).zero_()
         self.world.synchronize()
         for rank in self.world.local_ranks:
             self._host[rank].zero_()

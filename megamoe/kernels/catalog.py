@@ -34,6 +34,10 @@ WIDE = tuple(Knobs(tile_rows=r, tile_cols=256, mma_cols=256, **shape) for r in (
 """The same of WGMMAs of 256 columns; each compiles for E4M3 and accum "single"."""
 
 
+ATOMIC = tuple(Knobs(tile_cols=256, schedule="atomic", **shape) for shape in CLUSTERS)
+"""An atomic schedule; each compiles for E4M3 block scales."""
+
+
 @dataclass(frozen=True)
 class CatalogEntry:
     """One kernel in one mode. name: of NAMES. mode: what sets it apart from the kernel's other entries.
@@ -77,7 +81,7 @@ def _data_kernels(cfg: MoEConfig, ranks: int, stage_variants: tuple[tuple[bool, 
 def _gemms(cfg: MoEConfig, ranks: int, knobs: Knobs) -> Iterator[CatalogEntry]:
     local = cfg.experts_local(ranks)
     tile = f"tile{knobs.tile_rows}x{knobs.tile_cols} cluster{knobs.cluster_rows}x{knobs.cluster_cols}"
-    tile += " wide" * (knobs.mma_cols > 128)
+    tile += " wide" * (knobs.mma_cols > 128) + " atomic" * (knobs.schedule == "atomic")
     mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} {tile}"
     yield _entry("fc1", mode, FC1, FC1Spec.from_config(cfg, local, knobs))
     yield _entry("fc2", mode, FC2, FC2Spec.from_config(cfg, local, knobs))
@@ -92,7 +96,7 @@ def _everything() -> Iterator[CatalogEntry]:
             yield from _data_kernels(cfg, ranks, variants)
         for knobs in heuristics.candidates(cfg):
             yield from _gemms(cfg, max(RANKS), knobs)
-    for knobs in TILES:
+    for knobs in (*TILES, *ATOMIC):
         yield from _gemms(MoEConfig(**V3), max(RANKS), knobs)
     for knobs in WIDE:
         yield from _gemms(MoEConfig(**V3, scale="tensor", accum="single"), max(RANKS), knobs)

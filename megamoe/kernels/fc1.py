@@ -141,10 +141,10 @@ class FC1:
     (tensor); pool_weight, fp32 [rows_total] (read with route_weight "activation"); act, activation
     records to write; kept, fp32 [rows_total, I] (spec.debug) or bf16 [rows_total, 2I] (keep_preactivation) to
     write; then rows_total, grid (CTAs, at most one an SM is useful), x_scale, act_scale (tensor mode; else not
-    read). Addresses that aren't used may be 0.
+    read), tickets (of an atomic schedule, int32 [2] of 0, which it leaves so). Addresses that aren't used may be 0.
     """
 
-    ARGS = (Int64, Int64, Int64, Int64, Int64, Int64, Int64, Int32, Int32, Float32, Float32)
+    ARGS = (Int64, Int64, Int64, Int64, Int64, Int64, Int64, Int32, Int32, Float32, Float32, Int64)
 
     def __init__(self, spec: FC1Spec) -> None:
         self.spec = spec
@@ -166,39 +166,46 @@ class FC1:
         kept: Int64,
         x_scale: Float32,
         act_scale: Float32,
+        tickets: Int64,
         trace_at: Int64 | None,
     ):
         spec, gemm = self.spec, self.spec.gemm
-        ring, schedule = gemm_load.start(gemm, ops, expert_start)
+        ring, schedule, queue = gemm_load.start(gemm, ops, expert_start, tickets)
         if gemm_load.is_producer(gemm):
-            gemm_load.producer_role(gemm, ops, ring, schedule, spec.trace, trace_at)
+            gemm_load.producer_role(gemm, ops, ring, schedule, queue, spec.trace, trace_at)
         else:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
             math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
             stage, phase, item = Int32(0), Int32(0), Int32(0)
-            index, step = gemm_tiles.first_item(gemm)
-            total = gemm_tiles.total_tiles(gemm, schedule)
+            index, step, total = gemm_main.items_to_hear(gemm, schedule)
             while index < total:
                 since = trace.begin(math.pen)
                 tile = gemm_main.await_tile(ring, math, stage, phase, index)
-                stage, phase = fc1_tile(
-                    spec,
-                    prims.ld_weak_f32,
-                    ring,
-                    math,
-                    tile,
-                    w_scale,
-                    pool_weight,
-                    act,
-                    kept,
-                    x_scale,
-                    act_scale,
-                    stage,
-                    phase,
-                    item,
-                    since,
-                )
+                if cutlass.const_expr(gemm.atomic):
+                    if tile.expert < 0:
+                        total = index
+                if index < total:
+                    if gemm_main.has_rows(gemm, math, tile):
+                        stage, phase = fc1_tile(
+                            spec,
+                            prims.ld_weak_f32,
+                            ring,
+                            math,
+                            tile,
+                            w_scale,
+                            pool_weight,
+                            act,
+                            kept,
+                            x_scale,
+                            act_scale,
+                            stage,
+                            phase,
+                            item,
+                            since,
+                        )
+                    else:
+                        stage, phase = gemm_main.skip_tile(gemm, ring, math, stage, phase)
                 item += 1
                 index += step
         if cutlass.const_expr(gemm.cluster > 1):
@@ -218,12 +225,15 @@ class FC1:
         grid: Int32,
         x_scale: Float32,
         act_scale: Float32,
+        tickets: Int64,
         stream: cuda.CUstream,
         trace_at: Int64 | None = None,
     ):
         gemm = self.spec.gemm
         ops = gemm_load.make_operands(gemm, x, w13, w13_scale, rows_total)
-        self.kernel(ops, x, expert_start, w13_scale, pool_weight, act, kept, x_scale, act_scale, trace_at).launch(
+        self.kernel(
+            ops, x, expert_start, w13_scale, pool_weight, act, kept, x_scale, act_scale, tickets, trace_at
+        ).launch(
             grid=(gemm_tiles.whole_clusters(gemm, grid), 1, 1),
             block=(gemm.threads, 1, 1),
             cluster=(gemm.cluster, 1, 1),
@@ -270,11 +280,12 @@ def fc1(
     spec = FC1Spec.from_config(cfg, local, knobs, debug, keep_preactivation)
     columns, dtype = (2 * cfg.intermediate, torch.bfloat16) if keep_preactivation else (cfg.intermediate, torch.float32)
     kept = torch.empty(total if debug or keep_preactivation else 0, columns, dtype=dtype, device=x_rows.device)
+    tickets = rows.tickets(knobs, x_rows.device)
     if total:
         build.run(
             *(FC1(spec), x_rows.device),
             *(x_rows.data_ptr(), expert_start.data_ptr(), experts.w13.data_ptr(), experts.w13_scale.data_ptr()),
             *(weight_address, out.data_ptr(), kept.data_ptr(), total, rows.ctas(x_rows, num_sms)),
-            *(experts.x_scale or 1.0, experts.act_scale or 1.0),
+            *(experts.x_scale or 1.0, experts.act_scale or 1.0, tickets.data_ptr()),
         )
     return (out, kept) if debug or keep_preactivation else out

@@ -92,11 +92,11 @@ class FC2:
     ARGS: act, activation records [rows_total, pitch]; expert_start, int32 [E_local + 1]; w2, FP8
     [E_local, H, I] in kernel order; w2_scale, fp32 [E_local, H/128, I/128] (block) or [E_local] (tensor);
     pool_weight, fp32 [rows_total] (read with route_weight "output"); y, bf16 [rows_total, H] to write;
-    then rows_total, grid (CTAs, at most one an SM is useful), act_scale (tensor mode; else not read).
-    Addresses that aren't used may be 0.
+    then rows_total, grid (CTAs, at most one an SM is useful), act_scale (tensor mode; else not read), tickets (of an
+    atomic schedule, int32 [2] of 0, which it leaves so). Addresses that aren't used may be 0.
     """
 
-    ARGS = (Int64, Int64, Int64, Int64, Int64, Int64, Int32, Int32, Float32)
+    ARGS = (Int64, Int64, Int64, Int64, Int64, Int64, Int32, Int32, Float32, Int64)
 
     def __init__(self, spec: FC2Spec) -> None:
         self.spec = spec
@@ -116,39 +116,46 @@ class FC2:
         pool_weight: Int64,
         y: Int64,
         act_scale: Float32,
+        tickets: Int64,
         trace_at: Int64 | None,
     ):
         spec, gemm = self.spec, self.spec.gemm
-        ring, schedule = gemm_load.start(gemm, ops, expert_start)
+        ring, schedule, queue = gemm_load.start(gemm, ops, expert_start, tickets)
         if gemm_load.is_producer(gemm):
-            gemm_load.producer_role(gemm, ops, ring, schedule, spec.trace, trace_at)
+            gemm_load.producer_role(gemm, ops, ring, schedule, queue, spec.trace, trace_at)
         else:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
             math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
             stage, phase, item = Int32(0), Int32(0), Int32(0)
-            index, step = gemm_tiles.first_item(gemm)
-            total = gemm_tiles.total_tiles(gemm, schedule)
+            index, step, total = gemm_main.items_to_hear(gemm, schedule)
             while index < total:
                 since = trace.begin(math.pen)
                 tile = gemm_main.await_tile(ring, math, stage, phase, index)
-                mine = gemm_main.thread_rows(math, tile)
-                dests = tuple(gemm_epilogue.row_address(y, 2 * gemm.n, row) for row in mine)
-                stage, phase = fc2_tile(
-                    spec,
-                    prims.ld_weak_f32,
-                    ring,
-                    math,
-                    tile,
-                    w_scale,
-                    pool_weight,
-                    act_scale,
-                    dests,
-                    stage,
-                    phase,
-                    item,
-                    since,
-                )
+                if cutlass.const_expr(gemm.atomic):
+                    if tile.expert < 0:
+                        total = index
+                if index < total:
+                    if gemm_main.has_rows(gemm, math, tile):
+                        mine = gemm_main.thread_rows(math, tile)
+                        dests = tuple(gemm_epilogue.row_address(y, 2 * gemm.n, row) for row in mine)
+                        stage, phase = fc2_tile(
+                            spec,
+                            prims.ld_weak_f32,
+                            ring,
+                            math,
+                            tile,
+                            w_scale,
+                            pool_weight,
+                            act_scale,
+                            dests,
+                            stage,
+                            phase,
+                            item,
+                            since,
+                        )
+                    else:
+                        stage, phase = gemm_main.skip_tile(gemm, ring, math, stage, phase)
                 item += 1
                 index += step
         if cutlass.const_expr(gemm.cluster > 1):
@@ -166,12 +173,13 @@ class FC2:
         rows_total: Int32,
         grid: Int32,
         act_scale: Float32,
+        tickets: Int64,
         stream: cuda.CUstream,
         trace_at: Int64 | None = None,
     ):
         gemm = self.spec.gemm
         ops = gemm_load.make_operands(gemm, act, w2, w2_scale, rows_total)
-        self.kernel(ops, act, expert_start, w2_scale, pool_weight, y, act_scale, trace_at).launch(
+        self.kernel(ops, act, expert_start, w2_scale, pool_weight, y, act_scale, tickets, trace_at).launch(
             grid=(gemm_tiles.whole_clusters(gemm, grid), 1, 1),
             block=(gemm.threads, 1, 1),
             cluster=(gemm.cluster, 1, 1),
@@ -208,10 +216,12 @@ def fc2(
     if out is None:
         out = torch.empty(total, cfg.hidden, dtype=torch.bfloat16, device=act_rows.device)
     rows.check("out", out, torch.bfloat16, total, cfg.hidden)
+    tickets = rows.tickets(knobs, act_rows.device)
     if total:
         build.run(
             *(FC2(FC2Spec.from_config(cfg, local, knobs)), act_rows.device),
             *(act_rows.data_ptr(), expert_start.data_ptr(), experts.w2.data_ptr(), experts.w2_scale.data_ptr()),
             *(weight_address, out.data_ptr(), total, rows.ctas(act_rows, num_sms), experts.act_scale or 1.0),
+            tickets.data_ptr(),
         )
     return out

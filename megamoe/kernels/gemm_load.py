@@ -19,7 +19,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..config import BLOCK
 from . import gemm_scales, trace
-from .gemm_ring import FP8_TYPES, Ring, advance, init_ring, make_ring, smem_layout, tell_tile
+from .gemm_queue import Queue, init_queue, leave, make_queue, receive, request
+from .gemm_ring import FP8_TYPES, Ring, advance, init_ring, make_ring, smem_layout, tell_end, tell_tile
 from .gemm_scales import ScaleSource
 from .gemm_tiles import (
     GemmSpec,
@@ -208,9 +209,12 @@ def produce_tile(
 
 
 @cute.jit
-def start(gemm: cutlass.Constexpr, ops: Operands, expert_start: Int64) -> tuple[Ring, Schedule]:
-    """The whole CTA: (ring, schedule), ready for use."""
+def start(
+    gemm: cutlass.Constexpr, ops: Operands, expert_start: Int64, tickets: Int64
+) -> tuple[Ring, Schedule, Queue | None]:
+    """The whole CTA: (ring, schedule, queue of an atomic schedule), ready for use."""
     ring = make_ring(gemm)
+    queue = make_queue(gemm, tickets) if gemm.atomic else None
     schedule = make_schedule(gemm)
     warp = cute.arch.warp_idx()
     if warp == 0:
@@ -225,9 +229,11 @@ def start(gemm: cutlass.Constexpr, ops: Operands, expert_start: Int64) -> tuple[
         if cutlass.const_expr(gemm.scaled):
             cpasync.prefetch_descriptor(ops.scales.atom)
         with cute.arch.elect_one():
+            if cutlass.const_expr(gemm.atomic):
+                init_queue(gemm, queue)
             init_ring(gemm, ring)
     meet(gemm)
-    return ring, schedule
+    return ring, schedule, queue
 
 
 @cute.jit
@@ -246,6 +252,7 @@ def producer_role(
     ops: Operands,
     ring: Ring,
     schedule: Schedule,
+    queue: Queue | None,
     records: cutlass.Constexpr,
     buffer: Int64 | None,
 ):
@@ -261,11 +268,23 @@ def producer_role(
         total = total_tiles(gemm, schedule)
         while index < total:
             tile = find_tile(gemm, schedule, index)
+            if cutlass.const_expr(gemm.atomic):
+                with cute.arch.elect_one():
+                    request(gemm, queue, item)
             since = trace.begin(pen)
             stage, phase = produce_tile(gemm, ops, ring, tile, stage, phase, item, pen)
             trace.end(pen, since, Role.TMA, Phase.LOAD, tile.index)
+            if cutlass.const_expr(gemm.atomic):
+                index = receive(gemm, queue, item)
+            else:
+                index += step
             item += 1
-            index += step
+        if cutlass.const_expr(gemm.atomic):
+            trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
+            with cute.arch.elect_one():
+                tell_end(ring, stage)
+                cute.arch.mbarrier_arrive(ring.full + stage)
+                leave(gemm, queue)
 
 
 @cute.jit

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ..config import BLOCK
 from . import gemm_scales, prims, trace
 from .gemm_ring import Ring, advance, hear_tile, release
 from .gemm_scales import ScalePlace
-from .gemm_tiles import WARPGROUP, Tile
+from .gemm_tiles import WARPGROUP, Schedule, Tile, first_item, total_tiles
 
 MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are allotted at launch (256 get more)
 
@@ -32,7 +32,7 @@ class MathThread(NamedTuple):
     acc [halves] are fp32 [64], temp [mma_cols / 2]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
     half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views. scales (rows
     [2 * groups], weights [w_scales]) and factors [2 * groups, w_scales] are fp32, of a K block. row counts from the
-    tile's first row. pen: see trace.py.
+    tile's first row, as does first, the first row of the warpgroup's 64. pen: see trace.py.
     """
 
     a: Int32
@@ -43,6 +43,7 @@ class MathThread(NamedTuple):
     scales: tuple
     factors: cute.Tensor
     row: Int32
+    first: Int32
     quad: Int32
     pen: trace.Tracer | None
 
@@ -65,7 +66,7 @@ def make_math_thread(
     row = prims.keep(thread // 32 * 16 + thread % 32 // 4)
     scales = tuple(cute.make_rmem_tensor(n, Float32) for n in (2 * gemm.groups, gemm.w_scales))
     factors = cute.make_rmem_tensor((2 * gemm.groups, gemm.w_scales), Float32)
-    return MathThread(a, b, acc, sums, temp, scales, factors, row, thread % 4, pen)
+    return MathThread(a, b, acc, sums, temp, scales, factors, row, group * 64, thread % 4, pen)
 
 
 @cute.jit
@@ -79,6 +80,16 @@ def operands_of(gemm: cutlass.Constexpr, math: MathThread, stage: Int32) -> tupl
 
 
 @cute.jit
+def items_to_hear(gemm: cutlass.Constexpr, schedule: Schedule) -> tuple[Int32, Int32, Int32]:
+    """(first, step, end) of a math warp's loop over work items; without an end where the producer tells it."""
+    index, step = first_item(gemm)
+    end = total_tiles(gemm, schedule)
+    if cutlass.const_expr(gemm.atomic):
+        index, step, end = Int32(0), Int32(1), Int32(0x7FFFFFFF)
+    return index, step, end
+
+
+@cute.jit
 def await_tile(ring: Ring, math: MathThread, stage: Int32, phase: Int32, index: Int32) -> Tile:
     """Wait for the first stage of work item `index`, and learn from the producer what it is."""
     trace.mbarrier_wait(math.pen, ring.full + stage, phase)
@@ -89,6 +100,25 @@ def await_tile(ring: Ring, math: MathThread, stage: Int32, phase: Int32, index: 
 def thread_rows(math: MathThread, tile: Tile) -> tuple:
     """Pool rows of this thread's two row halves; they may lie past tile.end."""
     return (tile.row + math.row, tile.row + math.row + 8)
+
+
+@cute.jit
+def has_rows(gemm: cutlass.Constexpr, math: MathThread, tile: Tile) -> Boolean:
+    """Whether any of the warpgroup's rows belongs to the tile's expert."""
+    some = Boolean(True)
+    if cutlass.const_expr(gemm.warpgroups > 1):
+        some = cute.arch.make_warp_uniform(tile.row + math.first) < tile.end
+    return some
+
+
+@cute.jit
+def skip_tile(gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+    """Of a warpgroup without rows: hand back the stages of a work item unread. Returns the ring state after it."""
+    for _ in cutlass.range(gemm.k_blocks * gemm.passes, unroll=1):
+        trace.mbarrier_wait(math.pen, ring.full + stage, phase)
+        release(gemm, ring, stage)
+        stage, phase = advance(gemm, stage, phase)
+    return stage, phase
 
 
 @cute.jit
@@ -173,8 +203,14 @@ def multiply_scales(gemm: cutlass.Constexpr, math: MathThread):
 
 
 @cute.jit
-def add_promoted(gemm: cutlass.Constexpr, math: MathThread, half: cutlass.Constexpr, g: cutlass.Constexpr):
-    """acc of a half += temp, times the scales of group g in "block" mode."""
+def add_promoted(
+    gemm: cutlass.Constexpr,
+    math: MathThread,
+    half: cutlass.Constexpr,
+    g: cutlass.Constexpr,
+    first: cutlass.Constexpr = False,
+):
+    """acc of a half += temp, times the scales of group g in "block" mode. first ("block"): = instead of +=."""
     acc = math.acc[half]
     if cutlass.const_expr(not gemm.scaled):
         acc.store(acc.load() + math.temp.load())
@@ -187,7 +223,8 @@ def add_promoted(gemm: cutlass.Constexpr, math: MathThread, half: cutlass.Conste
                 for n in cutlass.range_constexpr(len(chunks)):
                     for e in cutlass.range_constexpr(2):
                         at = 4 * chunks[n] + 2 * h + e
-                        acc[at] += math.temp[at] * factor
+                        product = math.temp[at] * factor
+                        acc[at] = product if first else acc[at] + product
 
 
 @cute.jit
@@ -201,6 +238,29 @@ def hold(ring: Ring, stage: Int32, phase: Int32):
 
 
 @cute.jit
+def first_block(
+    gemm: cutlass.Constexpr,
+    ring: Ring,
+    math: MathThread,
+    stage: Int32,
+    phase: Int32,
+    operands: tuple,
+) -> tuple[Int32, Int32, tuple]:
+    """The first K block of several of an unscaled sum_promoted: its products are the sums. Returns what promote_block
+    does."""
+    warpgroup.fence()
+    for half in cutlass.range_constexpr(gemm.halves):
+        multiply(gemm, math.acc[half], operands, half, 0, 4, False)
+    warpgroup.commit_group()
+    next_stage, next_phase = advance(gemm, stage, phase)
+    next_operands = operands_of(gemm, math, next_stage)
+    await_stage(gemm, ring, math, next_stage, next_phase, None, 1)
+    warpgroup.wait_group(0)
+    release(gemm, ring, stage)
+    return next_stage, next_phase, next_operands
+
+
+@cute.jit
 def promote_block(
     gemm: cutlass.Constexpr,
     ring: Ring,
@@ -211,9 +271,12 @@ def promote_block(
     place: ScalePlace | None,
     kb: Int32,
     last: cutlass.Constexpr,
+    first: cutlass.Constexpr = False,
 ) -> tuple[Int32, Int32, tuple]:
-    """One K block of sum_promoted. last: of the pass; its last batch of WGMMAs is then left in flight. Returns the ring
-    state and the operands of the next block; of the last one, its own."""
+    """One K block of sum_promoted. Returns the ring state and the operands of the next block; of the last one, its own.
+
+    first: its scaled products are the sums so far. last: of the pass; its last batch of WGMMAs is then left in flight.
+    """
     groups = gemm.groups if gemm.scaled else 1
     next_stage, next_phase, next_operands = stage, phase, operands
     for half in cutlass.range_constexpr(gemm.halves):
@@ -234,7 +297,7 @@ def promote_block(
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(end):
                     release(gemm, ring, stage)
-                add_promoted(gemm, math, half, g)
+                add_promoted(gemm, math, half, g, first and g == 0)
     return next_stage, next_phase, next_operands
 
 
@@ -249,14 +312,21 @@ def sum_promoted(
     multiplied only under the next stage's first WGMMAs, when they have arrived. So nothing but additions stands between
     two batches (tests/cpu/ring_model.py has this order too).
     """
-    for half in cutlass.range_constexpr(gemm.halves):
-        math.acc[half].fill(0.0)
     await_stage(gemm, ring, math, stage, phase, place, 0)
     operands = operands_of(gemm, math, stage)
-    # A loop that is known to run once would be dissolved, and ptxas then serialises what stands around it.
-    more = gemm.k_blocks - 1 if gemm.k_blocks != 2 else prims.keep(Int32(1))
-    for kb in cutlass.range(more, unroll=1):
-        stage, phase, operands = promote_block(gemm, ring, math, stage, phase, operands, place, kb, False)
+    if cutlass.const_expr(gemm.k_blocks == 1):
+        for half in cutlass.range_constexpr(gemm.halves):
+            math.acc[half].fill(0.0)
+    else:  # sums begin with the first block's: clearing so many registers takes as long as a batch of WGMMAs
+        if cutlass.const_expr(gemm.scaled):
+            state = promote_block(gemm, ring, math, stage, phase, operands, place, Int32(0), False, True)
+        else:
+            state = first_block(gemm, ring, math, stage, phase, operands)
+        stage, phase, operands = state
+        # A loop that is known to run once or never would be dissolved, and ptxas then serialises what stands around it.
+        end = gemm.k_blocks - 1 if gemm.k_blocks > 3 else prims.keep(Int32(gemm.k_blocks - 1))
+        for kb in cutlass.range(1, end, unroll=1):
+            stage, phase, operands = promote_block(gemm, ring, math, stage, phase, operands, place, kb, False)
     promote_block(gemm, ring, math, stage, phase, operands, place, Int32(gemm.k_blocks - 1), True)
     return stage, phase
 

@@ -105,6 +105,12 @@ def tell_tile(ring: Ring, stage: Int32, tile: Tile):
 
 
 @cute.jit
+def tell_end(ring: Ring, stage: Int32):
+    """As tell_tile, where no tile begins any more: an expert below 0."""
+    prims.smem_st_v4(ring.tiles + stage * TILE_BYTES, Int32(-1), Int32(0), Int32(0), Int32(0))
+
+
+@cute.jit
 def hear_tile(ring: Ring, stage: Int32, index: Int32) -> Tile:
     """Math warps, at a tile's first stage once that is full: work item `index`, without a search for it."""
     words = prims.smem_ld_v4(ring.tiles + stage * TILE_BYTES)

@@ -41,6 +41,7 @@ class GemmSpec:
     | 128 | all others | 1 | 1 |
     | 256 | both | 2 | 1 |
 
+    atomic: work items go to whoever is free (gemm_queue.py), not in turns.
     cluster_rows, cluster_cols: CTAs of a cluster down and across, 1 or 2 each; CTA r of it has
     row r // cluster_cols and column r % cluster_cols.
     """
@@ -58,6 +59,7 @@ class GemmSpec:
     mma_cols: int
     cluster_rows: int
     cluster_cols: int
+    atomic: bool
     tile_rows: int
     stages: int
 
@@ -145,6 +147,15 @@ class GemmSpec:
         return tiles.slots_for([self.passes * self.k_blocks], self.stages) if self.scaled else 0
 
     @property
+    def queue_slots(self) -> int:
+        """Numbers of items to come that shared memory holds, a power of two.
+
+        The first CTA sends the number of item i + slots when it begins the item before. By then its cluster's other
+        producers have begun all K blocks but the last `stages`, and must have read the number of item i after its last.
+        """
+        return tiles.slots_for([self.passes * self.k_blocks], self.stages + 2) if self.atomic else 0
+
+    @property
     def w_row_bytes(self) -> int:
         """Shared memory of one row of weight scales, with what its copy brings besides."""
         return tiles.most_granules(self.k_blocks)
@@ -174,7 +185,9 @@ class GemmSpec:
         """Shared memory of the staged kernel: a ring (stages with two barriers and a tile each), slots of scales, and a
         Schedule."""
         scales = self.window_slots * self.window_bytes + self.w_slots_bytes
-        return self.stages * (self.stage_bytes + 16 + TILE_BYTES) + scales + 8 * (self.experts + 1)
+        return (
+            self.stages * (self.stage_bytes + 16 + TILE_BYTES) + scales + 12 * self.queue_slots + 8 * (self.experts + 1)
+        )
 
     @property
     def searches(self) -> int:
@@ -191,7 +204,7 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     halves = knobs.tile_cols // BLOCK
     passes = fixed.pop("passes") // halves or 1
     shape = dict(halves=halves, passes=passes, mma_cols=knobs.mma_cols, tile_rows=knobs.tile_rows)
-    shape |= dict(cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols)
+    shape |= dict(cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols, atomic=knobs.schedule == "atomic")
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
     if spec.n % spec.columns:
         raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")

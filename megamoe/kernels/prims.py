@@ -373,6 +373,19 @@ def smem_st_v4(addr: Int32, a: Int32, b: Int32, c: Int32, d: Int32, *, loc=None,
 
 
 @dsl_user_op
+def peer_smem(addr: Int32, cta: int, *, loc=None, ip=None) -> Int32:
+    """Address, for this cluster, of what lies at a CTA's own shared address `addr` in CTA `cta` (PTX ISA, "mapa")."""
+    return _asm(f"mapa.shared::cluster.u32 $0, $1, {cta};", ["i32"], [Int32(addr)], pure=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def send_i32(addr: Int32, value: Int32, mbar: Int32, *, loc=None, ip=None) -> None:
+    """Store an int32 to a peer_smem address and complete its 4 bytes on a barrier there (PTX ISA, "st.async")."""
+    text = "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0], $1, [$2];"
+    _asm(text, [], [Int32(addr), Int32(value), Int32(mbar)], loc=loc, ip=ip)
+
+
+@dsl_user_op
 def smem_ld_i64(addr: Int32, *, loc=None, ip=None) -> Int64:
     """Load an int64 from shared memory."""
     return _asm("ld.shared.b64 $0, [$1];", ["i64"], [Int32(addr)], loc=loc, ip=ip)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import numerics
-from ..config import MoEConfig
+from ..config import Knobs, MoEConfig
 from ..errors import InputError
 from ..wire import RowFormat
 
@@ -73,6 +73,11 @@ def weight_address(cfg: MoEConfig, place: str, weights: Tensor | None, rows: int
 def ctas(like: Tensor, num_sms: int | None) -> int:
     """CTAs of a persistent launch: num_sms, or every SM of the device."""
     return num_sms or torch.cuda.get_device_properties(like.device).multi_processor_count
+
+
+def tickets(knobs: Knobs, device: torch.device) -> Tensor:
+    """What an atomic schedule counts in (gemm_queue.py), cleared: int32 [2], or nothing with a static one."""
+    return torch.zeros(2 if knobs.schedule == "atomic" else 0, dtype=torch.int32, device=device)
 
 
 def pack_rows(codes: Tensor, scales: Tensor | None, fmt: RowFormat) -> Tensor:

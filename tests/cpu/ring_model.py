@@ -52,6 +52,7 @@ class Shape:
     warpgroups: of a CTA. alone: bit k is set where every row of CTAs loads all weights of K block k itself (tiles of an
     odd last row tile). slots, lengths: of scales that come with the first K block of a stretch and are read to its
     end, for each kind (windows of row scales, work items of weight scales); stretches of `lengths` blocks repeat.
+    queue: slots for numbers of items to come, of `item` K blocks each, which CTA 0 sends to all (gemm_queue.py).
     counted and full: arrivals that `empty` and `full` count, those that there are unless a fault is planted.
     """
 
@@ -63,6 +64,8 @@ class Shape:
     alone: int = 0
     slots: tuple[int, ...] = ()
     lengths: tuple[tuple[int, ...], ...] = ()
+    queue: int = 0
+    item: int = 1
     counted: int | None = None
     full: int = 1
 
@@ -112,6 +115,7 @@ class Ring:
             [Stage(Barrier(shape.full), Barrier(counted)) for _ in range(shape.stages)] for _ in range(shape.ctas)
         ]
         self.scales = [[[-1] * slots for slots in shape.slots] for _ in range(shape.ctas)]
+        self.queues: list[list[int | None]] = [[None] * shape.queue for _ in range(shape.ctas)]
         self.flying: list[tuple[int, int, tuple[str, int], int]] = []
         self.done = 0
 
@@ -121,6 +125,12 @@ class Ring:
         stage = self.stages[cta][at]
         if part[0] == "e":
             stage.empty.arrive()
+            return
+        if part[0] == "q":
+            slot = part[1] % self.shape.queue
+            if self.queues[cta][slot] is not None:
+                raise Broken(f"CTA {cta}: item {part[1]} lands on item {self.queues[cta][slot]}, which nobody has read")
+            self.queues[cta][slot] = part[1]
             return
         if part[0] == "s":
             number, _ = self.shape.stretch(part[1], kb)
@@ -143,6 +153,10 @@ class Ring:
         row, col = divmod(cta, shape.cols)
         at, phase = 0, 0
         for kb in range(shape.k_blocks):
+            number, inner = divmod(kb, shape.item)
+            if shape.queue and cta == 0 and inner == 0:
+                self.flying += [(peer, at, ("q", number), kb) for peer in range(shape.ctas)]
+                yield True
             stage = self.stages[cta][at]
             while not stage.empty.passed(phase ^ 1):
                 yield False
@@ -158,6 +172,13 @@ class Ring:
                 self.flying.append((cta, at, ("b", peer), kb) if shape.alone >> kb & 1 else shared)
             yield True
             at, phase = self._advance(at, phase)
+            if shape.queue and inner == shape.item - 1:
+                while self.queues[cta][number % shape.queue] is None:
+                    yield False
+                if self.queues[cta][number % shape.queue] != number:
+                    raise Broken(f"CTA {cta}: item {number} wanted, the queue holds {self.queues[cta]}")
+                self.queues[cta][number % shape.queue] = None
+                yield True
         self.done += 1
 
     def _math(self, cta: int) -> Iterator[bool]:

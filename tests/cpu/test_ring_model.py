@@ -52,6 +52,21 @@ def test_half_as_many_slots_for_scales_are_found(stages: int, pass_blocks: int, 
             run(bad, choices(seed, 0.5))
 
 
+@given(SHAPES, st.integers(1, 6), st.integers(0, 1 << 32), st.sampled_from([0.0, 0.5, 0.95]))
+def test_items_to_come_find_room(shape: Shape, item: int, seed: int, eager: float) -> None:
+    whole = max(shape.k_blocks // item, 1) * item
+    run(
+        replace(shape, k_blocks=whole, item=item, queue=tiles.slots_for([item], shape.stages + 2)), choices(seed, eager)
+    )
+
+
+def test_too_few_places_for_items_to_come_are_found() -> None:
+    shape = Shape(stages=4, k_blocks=12, rows=2, item=1, queue=2)
+    with pytest.raises(Broken, match="which nobody has read"):
+        for seed in range(300):
+            run(shape, choices(seed, 0.5))
+
+
 @pytest.mark.parametrize("eager", [0.0, 0.5])
 def test_counting_only_the_own_warpgroups_is_found(eager: float) -> None:
     """Without the other CTA's arrivals its part of A lands on a stage that is still read, or a phase ends early."""

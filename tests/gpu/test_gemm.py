@@ -9,7 +9,7 @@ from megamoe import Knobs, MoEConfig, kernels, numerics, reference, wire
 from megamoe.config import supported_modes
 from megamoe.errors import ConfigError
 from megamoe.forward import check_knobs
-from megamoe.kernels.catalog import TILES, WIDE
+from megamoe.kernels.catalog import ATOMIC, TILES, WIDE
 from megamoe.sched import heuristics
 from tests.gpu.poison import poisoned_empty
 from tests.problems import generator, make_weights
@@ -175,6 +175,11 @@ def test_wide_wgmmas(knobs):
             check_mode(mode, knobs)
 
 
+@pytest.mark.parametrize("knobs", ATOMIC, ids=tile_name)
+def test_shapes_in_an_atomic_schedule(knobs):
+    check_mode(supported_modes()[0], knobs)
+
+
 @pytest.mark.parametrize("hidden,intermediate", [(128, 128), (7168, 2048), (1408, 1408), (2048, 2688)])
 def test_shapes(hidden, intermediate):
     cfg = MoEConfig(hidden=hidden, intermediate=intermediate, num_experts=3, top_k=1, max_tokens=8, clamp=3.0)
@@ -196,7 +201,7 @@ CASES = [
 @given(
     st.sampled_from(CASES),
     st.lists(st.integers(0, 400), min_size=1, max_size=3).map(lambda c: (c * 3)[:3]),
-    st.sampled_from(TILES),
+    st.sampled_from([*TILES, *ATOMIC]),
     st.integers(0, 300),
     st.integers(0, 1 << 16),
 )
@@ -220,7 +225,7 @@ def test_few_sms_and_few_stages_give_the_same_bits():
     weights = torch.ones(len(experts), device=DEVICE)
     outs = []
     runs = [(Knobs(), None), (Knobs(), 3), (Knobs(stages=2), None), (Knobs(tile_rows=64), 1)]
-    runs += [(knobs, sms) for knobs in TILES for sms in (1, 5, None)]
+    runs += [(knobs, sms) for knobs in (*TILES, *ATOMIC) for sms in (1, 5, None)]
     for knobs, sms in runs:
         act = kernels.fc1(records, start, pack, weights, knobs, num_sms=sms)
         outs.append((act, kernels.fc2(act, start, pack, weights, knobs, num_sms=sms)))
