@@ -15,10 +15,9 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from . import prims
-from .gemm_tiles import cluster_rank
 
 
 class Queue(NamedTuple):
@@ -46,6 +45,15 @@ def init_queue(gemm: cutlass.Constexpr, queue: Queue):
 
 
 @cute.jit
+def first_cta(gemm: cutlass.Constexpr) -> Boolean:
+    """Whether this is the first CTA of its cluster, for one lane: gemm_tiles.cluster_rank waits for all of them."""
+    first = Boolean(True)
+    if cutlass.const_expr(gemm.cluster > 1):
+        first = cute.arch.block_idx_in_cluster() == 0
+    return first
+
+
+@cute.jit
 def request(gemm: cutlass.Constexpr, queue: Queue, item: Int32):
     """Producer, one lane, when the CTA begins its item number `item`: have the number of the next one sent.
 
@@ -53,7 +61,7 @@ def request(gemm: cutlass.Constexpr, queue: Queue, item: Int32):
     """
     slot = item & (gemm.queue_slots - 1)
     cute.arch.mbarrier_arrive_and_expect_tx(queue.full + slot, 4)
-    if cluster_rank(gemm) == 0:
+    if first_cta(gemm):
         grid, _, _ = cute.arch.grid_dim()
         following = grid // gemm.cluster + prims.atom_add_i32(queue.tickets, Int32(1))
         at, barrier = queue.items + 4 * slot, prims.smem_addr(queue.full + slot)
@@ -72,7 +80,7 @@ def receive(gemm: cutlass.Constexpr, queue: Queue, item: Int32) -> Int32:
 @cute.jit
 def leave(gemm: cutlass.Constexpr, queue: Queue):
     """Producer of the first CTA, one lane, when its cluster has no more items: the last cluster clears the words."""
-    if cluster_rank(gemm) == 0:
+    if first_cta(gemm):
         grid, _, _ = cute.arch.grid_dim()
         if prims.atom_add_i32(queue.tickets + 4, Int32(1)) == grid // gemm.cluster - 1:
             prims.st_i32(queue.tickets, Int32(0))
