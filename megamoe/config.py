@@ -119,7 +119,7 @@ class MoEConfig:
 class Knobs:
     """How to run a problem; never changes what it computes or what travels between ranks.
 
-    tile_rows: pool rows of a GEMM tile, 64 (one math warpgroup) or 128 (two).
+    tile_rows: pool rows of a GEMM tile, 64 (one math warpgroup) or 128 (two); with swap_ab 8, 16, 32, 64, 128 or 256.
     tile_cols: columns of a GEMM tile, 128 or 256 (2 * intermediate and hidden must be multiples of it). FC1 with
         scale="block" and act_group=128 runs two tiles of 128 as one work item, for a scale needs both.
     mma_cols: columns of one WGMMA, 128 or 256; with 256 (accum="single" and tile_cols=256 only) it reads the rows in
@@ -128,6 +128,8 @@ class Knobs:
         share the loads of rows; its rows run neighbouring row tiles of an expert and share the loads of weights. Both
         GEMMs must have a multiple of cluster_rows * cluster_cols column tiles.
     schedule: which CTA runs which tile. "static": in turns; "atomic": whoever is free takes the next one.
+    swap_ab: weights become WGMMA's first operand (M) and rows its second (N), so that a tile costs what its live rows
+        do, not 64 or 128. Two math warpgroups share out the tile's columns. Not with tile_rows=256 and tile_cols=256.
     stages: K blocks of 128 held in shared memory, 2 to 12; None fills it.
     copy_depth: rows in flight a warp in pull and token-back, 2 to 8; None picks by row size.
     """
@@ -138,16 +140,30 @@ class Knobs:
     cluster_rows: int = 1
     cluster_cols: int = 1
     schedule: Literal["static", "atomic"] = "static"
+    swap_ab: bool = False
     stages: int | None = None
     copy_depth: int | None = None
 
     def __post_init__(self) -> None:
-        _require(type(self.tile_rows) is int and self.tile_rows in (64, 128), "tile_rows", self.tile_rows, "64 or 128")
+        _require(type(self.swap_ab) is bool, "swap_ab", self.swap_ab, "True or False")
+        rows = (8, 16, 32, 64, 128, 256) if self.swap_ab else (64, 128)
+        note = f"{', '.join(map(str, rows[:-1]))} or {rows[-1]}" + " with swap_ab" * self.swap_ab
+        _require(type(self.tile_rows) is int and self.tile_rows in rows, "tile_rows", self.tile_rows, note)
         columns, pair = (128, 256), (1, 2)
         allowed_of = dict(tile_cols=columns, mma_cols=columns, cluster_rows=pair, cluster_cols=pair)
         for name, allowed in allowed_of.items():
             value = getattr(self, name)
             _require(type(value) is int and value in allowed, name, value, " or ".join(map(str, allowed)))
+        if self.swap_ab:
+            wide = self.tile_rows > 128 and self.tile_cols > 128
+            _require(
+                not wide, "tile_cols", self.tile_cols, "128 with swap_ab and tile_rows=256: registers hold no more"
+            )
+            _require(
+                self.mma_cols == 128, "mma_cols", self.mma_cols, "128 with swap_ab, whose WGMMAs have rows for columns"
+            )
+            thin = self.tile_rows == 8 and self.cluster_cols > 1
+            _require(not thin, "cluster_cols", self.cluster_cols, "1 with tile_rows=8: two CTAs can't load 4 rows each")
         _require_word("schedule", self.schedule, ("static", "atomic"))
         if self.stages is not None:
             _require_int("stages", self.stages, 2, 12)

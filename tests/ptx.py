@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megamoe.kernels import gemm_tiles
+from megamoe.kernels import gemm_tiles, gemm_turn
 from megamoe.kernels.exchange import ExchangeSpec
 from megamoe.kernels.fc1 import FC1Spec
 from megamoe.kernels.fc2 import FC2Spec
@@ -81,13 +81,17 @@ def check_gemm(found: CompileReport, gemm: gemm_tiles.GemmSpec) -> None:
     check_any(found)
     assert found.smem is not None
     wgmma = count(r"wgmma\.mma_async", found.ptx)
-    assert wgmma == count(rf"wgmma\.mma_async\.sync\.aligned\.m64n{gemm.mma_cols}k32\.f32\.{fp8}\.{fp8}", found.ptx) > 0
+    wide = {gemm.mma_cols}
+    if gemm.swapped:
+        wide = {width // -(-width // 128) for width in gemm.widths}
+    each = [count(rf"wgmma\.mma_async\.sync\.aligned\.m64n{n}k32\.f32\.{fp8}\.{fp8}", found.ptx) for n in wide]
+    assert wgmma == sum(each) and all(each)
     loads = count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx)
     shared = count(r"cp\.async\.bulk\.tensor\.2d\S*multicast", found.ptx)
     across, down = gemm.cluster_cols > 1, gemm.cluster_rows > 1
-    # Of rows, one a stage, one more for few where CTAs do not share rows, and with block scales one of those; of
-    # weights, one a half, and with two rows of CTAs one more for where they share none.
-    assert loads == gemm.passes * (1 + (not across) + gemm.scaled + gemm.halves * (2 if down else 1))
+    # Of rows, one a stage and one for each smaller number of them, and with block scales one of those; of weights, one
+    # a half, and with two rows of CTAs one more for where they share none.
+    assert loads == gemm.passes * (1 + len(gemm.loads) + gemm.scaled + gemm.halves * (2 if down else 1))
     assert shared == gemm.passes * (across + gemm.halves * down)
     assert (count(r"barrier\.cluster\.wait", found.ptx) > 0) == (gemm.cluster > 1)
     # Weight scales once a work item, a plain bulk copy each.
@@ -105,6 +109,8 @@ def check_fc1(found: CompileReport, spec: FC1Spec) -> None:
     check_gemm(found, spec.gemm)
     assert found.name.startswith("megamoe_fc1")
     items = spec.gemm.passes * spec.gemm.halves
+    if spec.gemm.swapped:  # each turn of each width: 16 values a thread, of one row
+        items = sum(len(gemm_turn.turns(spec.gemm, width)) for width in spec.gemm.widths) / 2
     assert count(r"div\.rn\.f32", found.ptx) > 0 == count(r"div\.(approx|full)", found.ptx)
     assert count(rf"cvt\.rn\.satfinite\.{spec.gemm.fp8}x2\.f32", found.ptx) == 16 * items
     assert count(r"cvt\.rn\.bf16x2\.f32", found.ptx) == 32 * items * spec.keep_preactivation
@@ -116,8 +122,11 @@ def check_fc2(found: CompileReport, spec: FC2Spec) -> None:
     """check_gemm, then the epilogue's bf16 pairs and 16-byte stores."""
     check_gemm(found, spec.gemm)
     assert found.name.startswith("megamoe_fc2")
-    assert count(r"cvt\.rn\.bf16x2\.f32", found.ptx) == 32 * spec.gemm.halves
-    assert count(r"st\.global\.v4\.b32", found.ptx) == 8 * spec.gemm.halves
+    items = spec.gemm.halves
+    if spec.gemm.swapped:
+        items *= sum(len(gemm_turn.turns(spec.gemm, width)) for width in spec.gemm.widths) / 4
+    assert count(r"cvt\.rn\.bf16x2\.f32", found.ptx) == 32 * items
+    assert count(r"st\.global\.v4\.b32", found.ptx) == 8 * items
 
 
 def check(found: CompileReport, spec: object) -> None:

@@ -33,9 +33,19 @@ TILES = tuple(Knobs(tile_rows=r, tile_cols=c, **shape) for r in (64, 128) for c 
 WIDE = tuple(Knobs(tile_rows=r, tile_cols=256, mma_cols=256, **shape) for r in (64, 128) for shape in CLUSTERS)
 """The same of WGMMAs of 256 columns; each compiles for E4M3 and accum "single"."""
 
-
 ATOMIC = tuple(Knobs(tile_cols=256, schedule="atomic", **shape) for shape in CLUSTERS)
 """An atomic schedule; each compiles for E4M3 block scales."""
+
+
+SWAPPED = (
+    *(Knobs(swap_ab=True, tile_rows=rows, tile_cols=256) for rows in (8, 16, 32, 64, 128)),
+    *(Knobs(swap_ab=True, tile_rows=128, tile_cols=256, **shape) for shape in CLUSTERS[1:]),
+    Knobs(swap_ab=True, tile_rows=64, tile_cols=256, cluster_rows=2, schedule="atomic"),
+)
+"""Swapped operands; each compiles for E4M3 block scales, the first of 128 rows in all modes."""
+
+SWAPPED_NARROW = tuple(Knobs(swap_ab=True, tile_rows=rows) for rows in (64, 128, 256))
+"""Swapped operands with tiles of 128 columns; each compiles for E4M3 and tensor scales."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,7 @@ def _data_kernels(cfg: MoEConfig, ranks: int, stage_variants: tuple[tuple[bool, 
 def _gemms(cfg: MoEConfig, ranks: int, knobs: Knobs) -> Iterator[CatalogEntry]:
     local = cfg.experts_local(ranks)
     tile = f"tile{knobs.tile_rows}x{knobs.tile_cols} cluster{knobs.cluster_rows}x{knobs.cluster_cols}"
-    tile += " wide" * (knobs.mma_cols > 128) + " atomic" * (knobs.schedule == "atomic")
+    tile += " swapped" * knobs.swap_ab + " wide" * (knobs.mma_cols > 128) + " atomic" * (knobs.schedule == "atomic")
     mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} {tile}"
     yield _entry("fc1", mode, FC1, FC1Spec.from_config(cfg, local, knobs))
     yield _entry("fc2", mode, FC2, FC2Spec.from_config(cfg, local, knobs))
@@ -96,8 +106,12 @@ def _everything() -> Iterator[CatalogEntry]:
             yield from _data_kernels(cfg, ranks, variants)
         for knobs in heuristics.candidates(cfg):
             yield from _gemms(cfg, max(RANKS), knobs)
-    for knobs in (*TILES, *ATOMIC):
+        if mode["route_weight"] == "output":
+            yield from _gemms(cfg, max(RANKS), SWAPPED[4])
+    for knobs in (*TILES, *ATOMIC, *SWAPPED):
         yield from _gemms(MoEConfig(**V3), max(RANKS), knobs)
+    for knobs in SWAPPED_NARROW:
+        yield from _gemms(MoEConfig(**V3, scale="tensor"), max(RANKS), knobs)
     for knobs in WIDE:
         yield from _gemms(MoEConfig(**V3, scale="tensor", accum="single"), max(RANKS), knobs)
 

@@ -15,6 +15,7 @@ from .. import wire
 from ..config import BLOCK, Knobs, MoEConfig
 from ..errors import ConfigError
 from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_scales, gemm_tiles, prims, rows, trace
+from .fc1_swapped import fc1_swapped
 from .trace import Phase, Role
 
 
@@ -133,6 +134,41 @@ def fc1_tile(
     return stage, phase
 
 
+@cute.jit
+def fc1_item(
+    spec: cutlass.Constexpr,
+    load_scale: cutlass.Constexpr,
+    ring: gemm_ring.Ring,
+    math: gemm_main.MathThread,
+    tile: gemm_tiles.Tile,
+    w_scale: Int64,
+    pool_weight: Int64,
+    act: Int64,
+    kept: Int64,
+    x_scale: Float32,
+    act_scale: Float32,
+    stage: Int32,
+    phase: Int32,
+    item: Int32,
+    since: Int64 | None,
+) -> tuple[Int32, Int32]:
+    """fc1_tile of whatever spec, also for a warpgroup without live rows."""
+    gemm = spec.gemm
+    if cutlass.const_expr(gemm.swapped):
+        stage, phase = fc1_swapped(
+            *(spec, load_scale, ring, math.pen, tile, w_scale, pool_weight, act, kept, x_scale, act_scale),
+            *(stage, phase, since),
+        )
+    elif gemm_main.has_rows(gemm, math, tile):
+        stage, phase = fc1_tile(
+            *(spec, load_scale, ring, math, tile, w_scale, pool_weight, act, kept, x_scale, act_scale),
+            *(stage, phase, item, since),
+        )
+    else:
+        stage, phase = gemm_main.skip_tile(gemm, ring, math, stage, phase)
+    return stage, phase
+
+
 class FC1:
     """The staged FC1 kernel. Launch: build.build(FC1(spec))(*ARGS, stream).
 
@@ -178,7 +214,7 @@ class FC1:
             thread, _, _ = cute.arch.thread_idx()
             math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
             stage, phase, item = Int32(0), Int32(0), Int32(0)
-            index, step, total = gemm_main.items_to_hear(gemm, schedule)
+            index, step, total = gemm_tiles.items_to_hear(gemm, schedule)
             while index < total:
                 since = trace.begin(math.pen)
                 tile = gemm_main.await_tile(ring, math, stage, phase, index)
@@ -186,8 +222,8 @@ class FC1:
                     if tile.expert < 0:
                         total = index
                 if index < total:
-                    if gemm_main.has_rows(gemm, math, tile):
-                        stage, phase = fc1_tile(
+                    stage, phase = fc1_item(
+                        *(
                             spec,
                             prims.ld_weak_f32,
                             ring,
@@ -199,13 +235,9 @@ class FC1:
                             kept,
                             x_scale,
                             act_scale,
-                            stage,
-                            phase,
-                            item,
-                            since,
-                        )
-                    else:
-                        stage, phase = gemm_main.skip_tile(gemm, ring, math, stage, phase)
+                        ),
+                        *(stage, phase, item, since),
+                    )
                 item += 1
                 index += step
         if cutlass.const_expr(gemm.cluster > 1):

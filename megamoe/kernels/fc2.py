@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import wire
 from ..config import Knobs, MoEConfig
 from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_scales, gemm_tiles, prims, rows, trace
+from .fc2_swapped import fc2_swapped
 from .trace import Phase, Role
 
 
@@ -86,6 +87,39 @@ def fc2_tile(
     return stage, phase
 
 
+@cute.jit
+def fc2_item(
+    spec: cutlass.Constexpr,
+    load_scale: cutlass.Constexpr,
+    ring: gemm_ring.Ring,
+    math: gemm_main.MathThread,
+    tile: gemm_tiles.Tile,
+    w_scale: Int64,
+    pool_weight: Int64,
+    y: Int64,
+    act_scale: Float32,
+    stage: Int32,
+    phase: Int32,
+    item: Int32,
+    since: Int64 | None,
+) -> tuple[Int32, Int32]:
+    """fc2_tile of whatever spec, also for a warpgroup without live rows, to rows of y."""
+    gemm = spec.gemm
+    if cutlass.const_expr(gemm.swapped):
+        stage, phase = fc2_swapped(
+            *(spec, load_scale, ring, math.pen, tile, w_scale, pool_weight, y, act_scale, stage, phase, since)
+        )
+    elif gemm_main.has_rows(gemm, math, tile):
+        mine = gemm_main.thread_rows(math, tile)
+        dests = tuple(gemm_epilogue.row_address(y, 2 * gemm.n, row) for row in mine)
+        stage, phase = fc2_tile(
+            *(spec, load_scale, ring, math, tile, w_scale, pool_weight, act_scale, dests, stage, phase, item, since)
+        )
+    else:
+        stage, phase = gemm_main.skip_tile(gemm, ring, math, stage, phase)
+    return stage, phase
+
+
 class FC2:
     """The staged FC2 kernel. Launch: build.build(FC2(spec))(*ARGS, stream).
 
@@ -128,7 +162,7 @@ class FC2:
             thread, _, _ = cute.arch.thread_idx()
             math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
             stage, phase, item = Int32(0), Int32(0), Int32(0)
-            index, step, total = gemm_main.items_to_hear(gemm, schedule)
+            index, step, total = gemm_tiles.items_to_hear(gemm, schedule)
             while index < total:
                 since = trace.begin(math.pen)
                 tile = gemm_main.await_tile(ring, math, stage, phase, index)
@@ -136,26 +170,10 @@ class FC2:
                     if tile.expert < 0:
                         total = index
                 if index < total:
-                    if gemm_main.has_rows(gemm, math, tile):
-                        mine = gemm_main.thread_rows(math, tile)
-                        dests = tuple(gemm_epilogue.row_address(y, 2 * gemm.n, row) for row in mine)
-                        stage, phase = fc2_tile(
-                            spec,
-                            prims.ld_weak_f32,
-                            ring,
-                            math,
-                            tile,
-                            w_scale,
-                            pool_weight,
-                            act_scale,
-                            dests,
-                            stage,
-                            phase,
-                            item,
-                            since,
-                        )
-                    else:
-                        stage, phase = gemm_main.skip_tile(gemm, ring, math, stage, phase)
+                    stage, phase = fc2_item(
+                        *(spec, prims.ld_weak_f32, ring, math, tile, w_scale, pool_weight, y, act_scale),
+                        *(stage, phase, item, since),
+                    )
                 item += 1
                 index += step
         if cutlass.const_expr(gemm.cluster > 1):

@@ -29,6 +29,15 @@ def silu(x: Float32) -> Float32:
 
 
 @cute.jit
+def swiglu(clamp: cutlass.Constexpr, gate: Float32, up: Float32) -> Float32:
+    """silu(gate) * up, both clamped before if clamp is not None. Clamps keep NaN."""
+    if cutlass.const_expr(clamp is not None):
+        gate = cute.arch.fmin(gate, clamp, nan=True)
+        up = cute.arch.fmax(cute.arch.fmin(up, clamp, nan=True), -clamp, nan=True)
+    return silu(gate) * up
+
+
+@cute.jit
 def activate(
     clamp: cutlass.Constexpr,
     acc: cute.Tensor,
@@ -41,7 +50,7 @@ def activate(
     """SwiGLU of one pass: values[32 * item + 16h + v] = silu(gate) * up of row half h, column 16 * quad + v.
 
     scaled: multiply gate and up by `factor` first (tensor mode). weights: a factor of each row half, or ().
-    Gate sits in even and up in odd chunks of acc (fragment order, MathThread). Clamps keep NaN.
+    Gate sits in even and up in odd chunks of acc (fragment order, MathThread).
     """
     for h in cutlass.range_constexpr(2):
         for v in cutlass.range_constexpr(16):
@@ -49,10 +58,7 @@ def activate(
             gate, up = acc[at], acc[at + 4]
             if cutlass.const_expr(scaled):
                 gate, up = gate * factor, up * factor
-            if cutlass.const_expr(clamp is not None):
-                gate = cute.arch.fmin(gate, clamp, nan=True)
-                up = cute.arch.fmax(cute.arch.fmin(up, clamp, nan=True), -clamp, nan=True)
-            value = silu(gate) * up
+            value = swiglu(clamp, gate, up)
             if cutlass.const_expr(len(weights) == 2):
                 value *= weights[h]
             values[32 * item + 16 * h + v] = value

@@ -18,7 +18,7 @@ from cutlass import AddressSpace, Boolean, Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..config import BLOCK
-from . import gemm_scales, trace
+from . import gemm_factors, gemm_scales, trace
 from .gemm_queue import Queue, init_queue, leave, make_queue, receive, request
 from .gemm_ring import FP8_TYPES, Ring, advance, init_ring, make_ring, smem_layout, tell_end, tell_tile
 from .gemm_scales import ScaleSource
@@ -36,16 +36,13 @@ from .gemm_tiles import (
 from .trace import Phase, Role
 
 PRODUCER_REGISTERS = 40
-FEW = 8
-"""A tile with at most so many rows loads only these, though scales of all. With one row an expert all SMs would read
-the same 64 rows at once, most for nothing. What an earlier tile left in place of the others reaches no result."""
 
 
 class Operands(NamedTuple):
     """TMA of one GEMM: atoms and coordinate tensors of A [R, k] and B [experts * n, k].
 
-    alone: with two rows of CTAs, the atom and tensor of B without multicast; else (). few: of A's FEW rows at a time,
-    where CTAs do not share A; else (). scales: None without block scales.
+    alone: with two rows of CTAs, the atom and tensor of B without multicast; else (). few: an atom and tensor of A for
+    each of GemmSpec.loads. scales: None without block scales.
     """
 
     atom_a: cute.CopyAtom
@@ -79,7 +76,7 @@ def make_operands(gemm: GemmSpec, a: Int64, b: Int64, w_scale: Int64, rows_total
         *tma(a, rows_total, gemm.pitch, gemm.tile_rows, gemm.cluster_cols),
         *tma(b, rows_b, gemm.k, BLOCK, gemm.cluster_rows),
         tuple(tma(b, rows_b, gemm.k, BLOCK, 1)) if gemm.cluster_rows > 1 else (),
-        tuple(tma(a, rows_total, gemm.pitch, FEW, 1)) if gemm.cluster_cols == 1 else (),
+        tuple(tuple(tma(a, rows_total, gemm.pitch, rows, 1)) for rows in gemm.loads),
         gemm_scales.make_source(gemm, a + gemm.k, w_scale, rows_total) if gemm.scaled else None,
     )
 
@@ -160,12 +157,13 @@ def produce_tile(
     """
     place = cluster_place(gemm)
     to_a, from_a = row_tiles(gemm, ops.atom_a, ops.a, ring, tile, gemm.tile_rows, place[1])
-    rows_due = Int32(gemm.stage_bytes)
-    if cutlass.const_expr(gemm.cluster_cols == 1):
-        to_few, from_few = row_tiles(gemm, *ops.few, ring, tile, FEW, 0)
-        few = cute.arch.make_warp_uniform(tile.end - tile.row) <= FEW
-        if few:
-            rows_due -= (gemm.tile_rows - FEW) * BLOCK
+    live = cute.arch.make_warp_uniform(tile.end - tile.row)
+    few, loaded = [], Int32(gemm.tile_rows)
+    for i in cutlass.range_constexpr(len(gemm.loads) - 1, -1, -1):
+        few.insert(0, row_tiles(gemm, *ops.few[i], ring, tile, gemm.loads[i], 0))
+        if live <= gemm.loads[i]:
+            loaded = Int32(gemm.loads[i])
+    rows_due = gemm.stage_bytes - (gemm.tile_rows - loaded) * BLOCK
     if cutlass.const_expr(gemm.scaled):
         windows = gemm_scales.row_windows(gemm, ops.scales, ring.scales, tile)
     trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)  # here too: what the stage told of its last tile is read
@@ -185,9 +183,10 @@ def produce_tile(
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, due)
             if cutlass.const_expr(gemm.cluster_cols == 1):
-                if few:
-                    cute.copy(ops.few[0], from_few[(None, kb)], to_few[(None, stage)], tma_bar_ptr=full)
-                else:
+                for i in cutlass.range_constexpr(len(gemm.loads)):
+                    if loaded == gemm.loads[i]:
+                        cute.copy(ops.few[i][0], few[i][1][(None, kb)], few[i][0][(None, stage)], tma_bar_ptr=full)
+                if loaded == gemm.tile_rows:
                     cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full)
             else:
                 mask = Int16(((1 << gemm.cluster_cols) - 1) << place[0] * gemm.cluster_cols)
@@ -224,8 +223,8 @@ def start(
         cpasync.prefetch_descriptor(ops.atom_b)
         if cutlass.const_expr(gemm.cluster_rows > 1):
             cpasync.prefetch_descriptor(ops.alone[0])
-        if cutlass.const_expr(gemm.cluster_cols == 1):
-            cpasync.prefetch_descriptor(ops.few[0])
+        for i in cutlass.range_constexpr(len(gemm.loads)):
+            cpasync.prefetch_descriptor(ops.few[i][0])
         if cutlass.const_expr(gemm.scaled):
             cpasync.prefetch_descriptor(ops.scales.atom)
         with cute.arch.elect_one():
@@ -285,6 +284,9 @@ def producer_role(
                 tell_end(ring, stage)
                 cute.arch.mbarrier_arrive(ring.full + stage)
                 leave(gemm, queue)
+    if cutlass.const_expr(gemm.swapped and gemm.scaled):
+        if cute.arch.warp_idx() == 4 * gemm.warpgroups + 1:
+            gemm_factors.factor_role(gemm, ring, schedule)
 
 
 @cute.jit

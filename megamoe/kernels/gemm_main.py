@@ -17,10 +17,10 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ..config import BLOCK
-from . import gemm_scales, prims, trace
+from . import gemm_factors, gemm_scales, prims, trace
 from .gemm_ring import Ring, advance, hear_tile, release
 from .gemm_scales import ScalePlace
-from .gemm_tiles import WARPGROUP, Schedule, Tile, first_item, total_tiles
+from .gemm_tiles import WARPGROUP, Tile
 
 MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are allotted at launch (256 get more)
 
@@ -33,6 +33,10 @@ class MathThread(NamedTuple):
     half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views. scales (rows
     [2 * groups], weights [w_scales]) and factors [2 * groups, w_scales] are fp32, of a K block. row counts from the
     tile's first row, as does first, the first row of the warpgroup's 64. pen: see trace.py.
+
+    Swapped operands (swapped_thread): a is of its weights, b of the rows. acc and temp are fp32 [columns / 2] of 64
+    weight rows times up to 128 rows each (GemmSpec.part_steps); their "rows" are weights and their "columns" rows.
+    table: this thread's place in the factors of stage 0 (gemm_factors.py), None without block scales.
     """
 
     a: Int32
@@ -46,6 +50,7 @@ class MathThread(NamedTuple):
     first: Int32
     quad: Int32
     pen: trace.Tracer | None
+    table: Int32 | None
 
 
 @cute.jit
@@ -54,6 +59,10 @@ def make_math_thread(
 ) -> MathThread:
     """Views of math thread `thread` (0 .. 128 * warpgroups - 1). records, buffer: see trace.tracer."""
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    if cutlass.const_expr(gemm.swapped):  # a stand-in: the width is known only with the tile
+        return swapped_thread(
+            gemm, ring, thread, gemm.widths[0], trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
+        )
     a = prims.sw128_descriptor(prims.smem_addr(ring.a.iterator) + group * (64 * BLOCK))
     b = prims.sw128_descriptor(prims.smem_addr(ring.b.iterator))
     parts = BLOCK * gemm.halves // gemm.mma_cols
@@ -66,7 +75,27 @@ def make_math_thread(
     row = prims.keep(thread // 32 * 16 + thread % 32 // 4)
     scales = tuple(cute.make_rmem_tensor(n, Float32) for n in (2 * gemm.groups, gemm.w_scales))
     factors = cute.make_rmem_tensor((2 * gemm.groups, gemm.w_scales), Float32)
-    return MathThread(a, b, acc, sums, temp, scales, factors, row, group * 64, thread % 4, pen)
+    return MathThread(a, b, acc, sums, temp, scales, factors, row, group * 64, thread % 4, pen, None)
+
+
+@cute.jit
+def swapped_thread(
+    gemm: cutlass.Constexpr, ring: Ring, thread: Int32, width: cutlass.Constexpr, pen: trace.Tracer | None
+) -> MathThread:
+    """make_math_thread with swapped operands, for tiles of `width` rows (of gemm.widths)."""
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    a = prims.sw128_descriptor(prims.smem_addr(ring.b.iterator) + group * (64 * gemm.halves * BLOCK))
+    b = prims.sw128_descriptor(prims.smem_addr(ring.a.iterator))
+    across = (width + BLOCK - 1) // BLOCK
+    acc = tuple(cute.make_rmem_tensor(width // across // 2, Float32) for _ in range(gemm.halves * across))
+    temp = cute.make_rmem_tensor(width // across // 2, Float32)
+    table = None
+    if cutlass.const_expr(gemm.scaled):
+        table = ring.factors + thread % 4 * 16
+        if cutlass.const_expr(not gemm.paired and gemm.halves == 2):
+            table += group * (4 * gemm.tile_rows)  # FC2's warpgroups have a weight tile each, with a scale of its own
+    row = prims.keep(thread % WARPGROUP // 32 * 16 + thread % 32 // 4)
+    return MathThread(a, b, acc, acc, temp, (), temp, row, group * 64, thread % 4, pen, table)
 
 
 @cute.jit
@@ -76,17 +105,9 @@ def operands_of(gemm: cutlass.Constexpr, math: MathThread, stage: Int32) -> tupl
     sum_promoted carries those of the next stage from turn to turn: made at a turn's start they would come between the
     last additions and the first WGMMA, where the tensor cores wait for them.
     """
-    return math.a + stage * (gemm.tile_rows * BLOCK // 16), math.b + stage * (gemm.halves * BLOCK * BLOCK // 16)
-
-
-@cute.jit
-def items_to_hear(gemm: cutlass.Constexpr, schedule: Schedule) -> tuple[Int32, Int32, Int32]:
-    """(first, step, end) of a math warp's loop over work items; without an end where the producer tells it."""
-    index, step = first_item(gemm)
-    end = total_tiles(gemm, schedule)
-    if cutlass.const_expr(gemm.atomic):
-        index, step, end = Int32(0), Int32(1), Int32(0x7FFFFFFF)
-    return index, step, end
+    rows, weights = gemm.tile_rows * BLOCK // 16, gemm.halves * BLOCK * BLOCK // 16
+    a, b = (weights, rows) if gemm.swapped else (rows, weights)
+    return math.a + stage * a, math.b + stage * b
 
 
 @cute.jit
@@ -138,13 +159,13 @@ def multiply(
     count: cutlass.Constexpr,
     keep: cutlass.Constexpr,
 ):
-    """Issue `count` WGMMAs of K = 32 from slice `first` of a stage (operands_of), part `part` of mma_cols columns.
+    """Issue `count` WGMMAs of K = 32 from slice `first` of a stage (operands_of), into part `part` of the sums.
 
     keep: add to what `into` holds; else the first one overwrites it.
     """
+    a, b = gemm.part_steps(part, 2 * cute.size(into))
     for k in cutlass.range_constexpr(first, first + count):
-        b = operands[1] + (part * (gemm.mma_cols * BLOCK // 16) + 2 * k)
-        prims.wgmma(into, operands[0] + 2 * k, b, gemm.fp8, keep or k > first)
+        prims.wgmma(into, operands[0] + (a + 2 * k), operands[1] + (b + 2 * k), gemm.fp8, keep or k > first)
 
 
 @cute.jit
@@ -187,9 +208,12 @@ def await_stage(
     place: ScalePlace | None,
     kb: Int32 | int,
 ):
-    """Wait for K block kb in `stage` and start to read its scales, if any, to math.scales."""
+    """Wait for K block kb in `stage` and start to read its scales, if any, to math.scales; with swapped operands wait
+    for its factors instead."""
     trace.mbarrier_wait(math.pen, ring.full + stage, phase)
-    if cutlass.const_expr(gemm.scaled):
+    if cutlass.const_expr(gemm.scaled and gemm.swapped):
+        trace.mbarrier_wait(math.pen, ring.ready + stage, phase)
+    elif cutlass.const_expr(gemm.scaled):
         gemm_scales.read(gemm, place, kb, *math.scales)
 
 
@@ -208,12 +232,15 @@ def add_promoted(
     math: MathThread,
     half: cutlass.Constexpr,
     g: cutlass.Constexpr,
+    stage: Int32,
     first: cutlass.Constexpr = False,
 ):
-    """acc of a half += temp, times the scales of group g in "block" mode. first ("block"): = instead of +=."""
+    """acc of a half += temp, times the scales of group g ("block"; swapped: of `stage`). first ("block"): = instead."""
     acc = math.acc[half]
     if cutlass.const_expr(not gemm.scaled):
         acc.store(acc.load() + math.temp.load())
+    elif cutlass.const_expr(gemm.swapped):
+        gemm_factors.add(gemm, acc, math.temp, math.table + stage * gemm.table_bytes, g, half, first)
     else:
         parts = gemm.factor_chunks(half)
         for h in cutlass.range_constexpr(2):  # all additions of a factor in a row: operands are read less often
@@ -249,7 +276,7 @@ def first_block(
     """The first K block of several of an unscaled sum_promoted: its products are the sums. Returns what promote_block
     does."""
     warpgroup.fence()
-    for half in cutlass.range_constexpr(gemm.halves):
+    for half in cutlass.range_constexpr(len(math.acc)):
         multiply(gemm, math.acc[half], operands, half, 0, 4, False)
     warpgroup.commit_group()
     next_stage, next_phase = advance(gemm, stage, phase)
@@ -279,14 +306,15 @@ def promote_block(
     """
     groups = gemm.groups if gemm.scaled else 1
     next_stage, next_phase, next_operands = stage, phase, operands
-    for half in cutlass.range_constexpr(gemm.halves):
+    late = cutlass.const_expr(gemm.scaled and gemm.swapped)  # factors are read from the stage itself
+    for half in cutlass.range_constexpr(len(math.acc)):
         for g in cutlass.range_constexpr(groups):
             warpgroup.fence()
             multiply(gemm, math.temp, operands, half, 4 // groups * g, 4 // groups, False)
             warpgroup.commit_group()
-            if cutlass.const_expr(gemm.scaled and half == 0 and g == 0):
+            if cutlass.const_expr(gemm.scaled and not gemm.swapped and half == 0 and g == 0):
                 multiply_scales(gemm, math)
-            end = cutlass.const_expr(half == gemm.halves - 1 and g == groups - 1)
+            end = cutlass.const_expr(half == len(math.acc) - 1 and g == groups - 1)
             if cutlass.const_expr(end and not last):
                 next_stage, next_phase = advance(gemm, stage, phase)
                 next_operands = operands_of(gemm, math, next_stage)
@@ -295,9 +323,11 @@ def promote_block(
                 hold(ring, stage, phase)
             if cutlass.const_expr(not (end and last)):
                 warpgroup.wait_group(0)
-                if cutlass.const_expr(end):
+                if cutlass.const_expr(end and not late):
                     release(gemm, ring, stage)
-                add_promoted(gemm, math, half, g, first and g == 0)
+                add_promoted(gemm, math, half, g, stage, first and g == 0)
+                if cutlass.const_expr(end and late):
+                    release(gemm, ring, stage)
     return next_stage, next_phase, next_operands
 
 
@@ -315,17 +345,23 @@ def sum_promoted(
     await_stage(gemm, ring, math, stage, phase, place, 0)
     operands = operands_of(gemm, math, stage)
     if cutlass.const_expr(gemm.k_blocks == 1):
-        for half in cutlass.range_constexpr(gemm.halves):
+        for half in cutlass.range_constexpr(len(math.acc)):
             math.acc[half].fill(0.0)
     else:  # sums begin with the first block's: clearing so many registers takes as long as a batch of WGMMAs
-        if cutlass.const_expr(gemm.scaled):
-            state = promote_block(gemm, ring, math, stage, phase, operands, place, Int32(0), False, True)
+        first = 1
+        if cutlass.const_expr(gemm.cleared):
+            first = 0
+            for half in cutlass.range_constexpr(len(math.acc)):
+                math.acc[half].fill(0.0)
+        elif cutlass.const_expr(gemm.scaled):
+            stage, phase, operands = promote_block(
+                gemm, ring, math, stage, phase, operands, place, Int32(0), False, True
+            )
         else:
-            state = first_block(gemm, ring, math, stage, phase, operands)
-        stage, phase, operands = state
+            stage, phase, operands = first_block(gemm, ring, math, stage, phase, operands)
         # A loop that is known to run once or never would be dissolved, and ptxas then serialises what stands around it.
         end = gemm.k_blocks - 1 if gemm.k_blocks > 3 else prims.keep(Int32(gemm.k_blocks - 1))
-        for kb in cutlass.range(1, end, unroll=1):
+        for kb in cutlass.range(first, end, unroll=1):
             stage, phase, operands = promote_block(gemm, ring, math, stage, phase, operands, place, kb, False)
     promote_block(gemm, ring, math, stage, phase, operands, place, Int32(gemm.k_blocks - 1), True)
     return stage, phase
@@ -355,7 +391,11 @@ def finish_tile(
     if cutlass.const_expr(gemm.early > 0):
         hold(ring, stage, phase)
     warpgroup.wait_group(0)
-    release(gemm, ring, stage)
+    late = cutlass.const_expr(gemm.scaled and gemm.swapped)
+    if cutlass.const_expr(not late):
+        release(gemm, ring, stage)
     if cutlass.const_expr(gemm.mode != "single"):
-        add_promoted(gemm, math, gemm.halves - 1, (gemm.groups if gemm.scaled else 1) - 1)
+        add_promoted(gemm, math, len(math.acc) - 1, (gemm.groups if gemm.scaled else 1) - 1, stage)
+    if cutlass.const_expr(late):
+        release(gemm, ring, stage)
     return advance(gemm, stage, phase)

@@ -30,7 +30,8 @@ FP8_TYPES = {"e4m3": cutlass.Float8E4M3FN, "e5m2": cutlass.Float8E5M2}
 class Ring(NamedTuple):
     """Shared memory stages: a [tile_rows, 128, stages], b [128, 128, stages * halves] (a stage's halves are
     neighbours), tiles: address of the Tile that begins at each stage; scales, None without block scales; barriers full
-    and empty [stages] each."""
+    and empty [stages] each. With swapped operands also turn, address of gemm_turn.py's buffer, and with block scales
+    factors, address of gemm_factors.py's tables, and barriers ready [stages] for them; else None."""
 
     a: cute.Tensor
     b: cute.Tensor
@@ -38,6 +39,9 @@ class Ring(NamedTuple):
     scales: ScaleSlots | None
     full: cute.Pointer
     empty: cute.Pointer
+    turn: Int32 | None
+    factors: Int32 | None
+    ready: cute.Pointer | None
 
 
 def smem_layout(gemm: GemmSpec, rows: int, tiles: int) -> cute.ComposedLayout:
@@ -57,13 +61,20 @@ def make_ring(gemm: cutlass.Constexpr) -> Ring:
     b = smem.allocate_tensor(dtype, layout_b.outer, byte_alignment=SMEM_ALIGN, swizzle=layout_b.inner)
     scales = make_slots(gemm) if gemm.scaled else None  # right behind b: nothing is lost to its alignment
     tiles = prims.smem_addr(smem.allocate(gemm.stages * TILE_BYTES, 16))
+    turn, factors, ready = None, None, None
+    if cutlass.const_expr(gemm.swapped):
+        turn = prims.smem_addr(smem.allocate(gemm.turn_bytes, 16))
+        if cutlass.const_expr(gemm.scaled):
+            factors = prims.smem_addr(smem.allocate(gemm.stages * gemm.table_bytes, 16))
+            ready = smem.allocate_array(Int64, gemm.stages)
     barriers = smem.allocate_array(Int64, 2 * gemm.stages)
-    return Ring(a, b, tiles, scales, barriers, barriers + gemm.stages)
+    return Ring(a, b, tiles, scales, barriers, barriers + gemm.stages, turn, factors, ready)
 
 
 @cute.jit
 def init_ring(gemm: cutlass.Constexpr, ring: Ring):
-    """One thread: initialise the barriers. full: TMA's bytes; empty: one a math warp of every CTA of the cluster.
+    """One thread: initialise the barriers. full: TMA's bytes; empty: one a math warp of every CTA of the cluster;
+    ready: a lane of the warp that makes factors.
 
     In a cluster of 2 x 2 a CTA fills stages of its row and its column only, yet awaits all four: a superset costs
     little. Nor can arrivals be taken for those of an earlier or later round of the stage. All CTAs run the same work
@@ -74,6 +85,8 @@ def init_ring(gemm: cutlass.Constexpr, ring: Ring):
     for stage in cutlass.range_constexpr(gemm.stages):
         cute.arch.mbarrier_init(ring.full + stage, 1)
         cute.arch.mbarrier_init(ring.empty + stage, 4 * gemm.warpgroups * gemm.cluster)
+        if cutlass.const_expr(gemm.swapped and gemm.scaled):
+            cute.arch.mbarrier_init(ring.ready + stage, 32)
     cute.arch.mbarrier_init_fence()
 
 

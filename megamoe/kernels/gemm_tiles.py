@@ -32,6 +32,8 @@ class GemmSpec:
     paired: weight tiles of 128 rows hold 64 gate and 64 up columns in chunks of 8, in turns (FC1).
     halves: weight tiles that a work item multiplies with the rows at once, 1 or 2. passes: how often it does, one after
     another. mma_cols: columns of one WGMMA, those of a weight tile or of both halves ("single").
+    swapped: weights are WGMMA's first operand and rows its second, so a tile may have as few as 8 rows, and one with
+    fewer live rows than tile_rows costs less (widths). The two math warpgroups then share out the weights.
 
     A work item is tile_rows rows times 128 * halves * passes columns, its column tile. Of a GEMM for Knobs:
 
@@ -60,6 +62,7 @@ class GemmSpec:
     cluster_rows: int
     cluster_cols: int
     atomic: bool
+    swapped: bool
     tile_rows: int
     stages: int
 
@@ -77,7 +80,7 @@ class GemmSpec:
     def early(self) -> int:
         """Halves of a pass whose results FC2 stores while the last WGMMAs of the other are in flight. FC1 has none:
         SwiGLU would need registers that those hold, and ptxas moves it behind them."""
-        return 0 if self.mode == "single" or self.paired else self.halves - 1
+        return 0 if self.mode == "single" or self.paired or self.swapped else self.halves - 1
 
     @property
     def columns(self) -> int:
@@ -168,7 +171,50 @@ class GemmSpec:
     @property
     def warpgroups(self) -> int:
         """Math warpgroups."""
-        return self.tile_rows // 64
+        return 2 if self.swapped else self.tile_rows // 64
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Rows that main loops are compiled for, ascending: a tile runs the first that holds its live rows."""
+        parts = {8: 1, 16: 1, 32: 2}.get(self.tile_rows, 4) if self.swapped else 1
+        return tuple(self.tile_rows // parts * (i + 1) for i in range(parts))
+
+    @property
+    def loads(self) -> tuple[int, ...]:
+        """Rows that the producer can load of a tile with no more live ones, besides all; CTAs that share rows load
+        all. With one row an expert all SMs would read the same 64 rows at once, most for nothing."""
+        if self.cluster_cols > 1:
+            return ()
+        return self.widths[:-1] if self.swapped else (8, 64)[: self.warpgroups]
+
+    @property
+    def table_bytes(self) -> int:
+        """Shared memory of a stage's factors, fp32 [groups, w_scales, tile_rows] (gemm_factors.py)."""
+        return 4 * self.groups * self.w_scales * self.tile_rows if self.scaled and self.swapped else 0
+
+    @property
+    def turn_rows(self) -> int:
+        """Rows whose results swapped operands turn round in shared memory at a time (gemm_turn.py)."""
+        return min(self.tile_rows, 64 // self.halves if self.paired else 32)
+
+    @property
+    def turn_bytes(self) -> int:
+        """Shared memory for that: FC1 one of activations, FC2 one of each warpgroup's 64 columns."""
+        words = turn_pitch(self.halves) if self.paired else 2 * turn_pitch(1)
+        return 4 * self.turn_rows * words if self.swapped else 0
+
+    @property
+    def cleared(self) -> bool:
+        """Whether several K blocks' sums begin at zero rather than with the first block's products: for these ptxas
+        finds too few registers otherwise."""
+        return self.swapped and self.groups > 1 and self.scaled
+
+    def part_steps(self, part: int, columns: int) -> tuple[int, int]:
+        """From the operands of a math warpgroup to those of its accumulator `part`, `columns` wide, in descriptors'
+        units of 16 bytes: 64 weight rows and then `columns` rows further (swapped), else `mma_cols` weight rows."""
+        if self.swapped:
+            return part % self.halves * (64 * BLOCK // 16), part // self.halves * (columns * BLOCK // 16)
+        return 0, part * (self.mma_cols * BLOCK // 16)
 
     @property
     def threads(self) -> int:
@@ -177,22 +223,27 @@ class GemmSpec:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes that TMA brings to one stage of a tile with more than gemm_load.FEW rows, scales left out."""
+        """Bytes that TMA brings to one stage of a tile with more rows than any of `loads`, scales left out."""
         return (self.tile_rows + BLOCK * self.halves) * BLOCK
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of the staged kernel: a ring (stages with two barriers and a tile each), slots of scales, and a
-        Schedule."""
+        """Shared memory of the staged kernel: a ring (stages with their barriers, a tile and factors each), slots of
+        scales, where results are turned round, and a Schedule."""
         scales = self.window_slots * self.window_bytes + self.w_slots_bytes
-        return (
-            self.stages * (self.stage_bytes + 16 + TILE_BYTES) + scales + 12 * self.queue_slots + 8 * (self.experts + 1)
-        )
+        stage = self.stage_bytes + self.table_bytes + (24 if self.table_bytes else 16) + TILE_BYTES
+        schedule = 12 * self.queue_slots + 8 * (self.experts + 1)
+        return self.stages * stage + self.turn_bytes + scales + schedule
 
     @property
     def searches(self) -> int:
         """Steps of find_tile's binary search."""
         return wire.search_steps(self.experts + 1)
+
+
+def turn_pitch(tiles: int) -> int:
+    """fp32 words from one row to the next of a turn of 64 * tiles columns: neighbouring rows lie in other banks."""
+    return 64 * tiles + 4
 
 
 def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
@@ -205,9 +256,18 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     passes = fixed.pop("passes") // halves or 1
     shape = dict(halves=halves, passes=passes, mma_cols=knobs.mma_cols, tile_rows=knobs.tile_rows)
     shape |= dict(cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols, atomic=knobs.schedule == "atomic")
+    shape |= dict(swapped=knobs.swap_ab)
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
     if spec.n % spec.columns:
         raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")
+    if spec.swapped and spec.scaled and knobs.tile_rows > 128:
+        raise ConfigError(
+            "tile_rows", knobs.tile_rows, "128 or less with swap_ab and block scales: registers hold no more"
+        )
+    if spec.swapped and spec.passes > 1:
+        raise ConfigError(
+            "tile_cols", knobs.tile_cols, f"256 with swap_ab: {name}'s scales need two weight tiles at once"
+        )
     if knobs.mma_cols > BLOCK and (knobs.mma_cols > knobs.tile_cols or spec.mode != "single"):
         raise ConfigError("mma_cols", knobs.mma_cols, "128, or 256 with accum='single' and tile_cols=256")
     across = spec.n // spec.columns
@@ -316,6 +376,16 @@ def first_item(gemm: cutlass.Constexpr) -> tuple[Int32, Int32]:
     block, _, _ = cute.arch.block_idx()
     grid, _, _ = cute.arch.grid_dim()
     return block // gemm.cluster, grid // gemm.cluster
+
+
+@cute.jit
+def items_to_hear(gemm: cutlass.Constexpr, schedule: Schedule) -> tuple[Int32, Int32, Int32]:
+    """(first, step, end) of the loop over work items in warps that hear of them; no end where they hear of that too."""
+    index, step = first_item(gemm)
+    end = total_tiles(gemm, schedule)
+    if cutlass.const_expr(gemm.atomic):
+        index, step, end = Int32(0), Int32(1), Int32(0x7FFFFFFF)
+    return index, step, end
 
 
 @cute.jit

@@ -366,6 +366,18 @@ def smem_ld_v4(addr: Int32, *, loc=None, ip=None) -> tuple[Int32, Int32, Int32, 
 
 
 @dsl_user_op
+def smem_ld_v2_f32(addr: Int32, *, loc=None, ip=None) -> tuple[Float32, Float32]:
+    """Load 8 bytes from shared memory, as two fp32."""
+    return _asm("ld.shared.v2.f32 {$0, $1}, [$2];", ["f32"] * 2, [Int32(addr)], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def smem_st_f32(addr: Int32, value: Float32, *, loc=None, ip=None) -> None:
+    """Store an fp32 to shared memory."""
+    _asm("st.shared.f32 [$0], $1;", [], [Int32(addr), Float32(value)], loc=loc, ip=ip)
+
+
+@dsl_user_op
 def smem_st_v4(addr: Int32, a: Int32, b: Int32, c: Int32, d: Int32, *, loc=None, ip=None) -> None:
     """Store 16 bytes to shared memory."""
     args = [Int32(addr), Int32(a), Int32(b), Int32(c), Int32(d)]

@@ -1,0 +1,184 @@
+"""FC1's work items with swapped operands: main loops by live rows, and the epilogue through shared memory."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from . import gemm_epilogue, gemm_main, gemm_ring, gemm_tiles, gemm_turn, prims, quantize, trace
+from .trace import Phase, Role
+
+
+@cute.jit
+def put_turn(
+    spec: cutlass.Constexpr,
+    width: cutlass.Constexpr,
+    what: cutlass.Constexpr,
+    base: Int32,
+    math: gemm_main.MathThread,
+    turn: cutlass.Constexpr,
+    factor: Float32,
+):
+    """Put this thread's values of one turn (gemm_turn.turns): activations, or with `what` "gate" or "up" those as they
+    leave the GEMM. factor: of the tile (tensor mode)."""
+    gemm = spec.gemm
+    # Of 16 weight rows 8 are gate and 8 up; with two weight tiles a warpgroup has a whole one, else half of one.
+    word = math.row - math.row // 16 * 8 + math.first // (3 - gemm.halves)
+    for part in cutlass.range_constexpr(gemm.halves):
+        for place in cutlass.range_constexpr(len(turn)):
+            which, at = gemm_turn.value_at(gemm, width, part, turn[place])
+            acc, values = math.acc[which], []
+            for e in cutlass.range_constexpr(2):
+                gate, up = acc[at + e], acc[at + 2 + e]
+                if cutlass.const_expr(not gemm.scaled):
+                    gate, up = gate * factor, up * factor
+                if cutlass.const_expr(what == "gate"):
+                    values.append(gate)
+                elif cutlass.const_expr(what == "up"):
+                    values.append(up)
+                else:
+                    values.append(gemm_epilogue.swiglu(spec.clamp, gate, up))
+            gemm_turn.put(gemm, base, math, place, word + 32 * part, values)
+
+
+@cute.jit
+def keep_turn(
+    spec: cutlass.Constexpr,
+    width: cutlass.Constexpr,
+    base: Int32,
+    math: gemm_main.MathThread,
+    turn: cutlass.Constexpr,
+    factor: Float32,
+    reader: gemm_turn.Reader,
+    dest: Int64,
+    live: Boolean,
+):
+    """Store gate and up of one turn into bf16 rows [2 * intermediate]; dest: address of the reader's own 16 gates."""
+    for what in ("gate", "up"):
+        put_turn(spec, width, what, base, math, turn, factor)
+        gemm_turn.meet(spec.gemm, math)
+        values = gemm_turn.take(reader)
+        gemm_turn.meet(spec.gemm, math)
+        words = [prims.f32_pair_to_bf16(values[i], values[i + 1]) for i in range(0, 16, 2)]
+        if live:
+            at = dest + (2 * spec.intermediate if what == "up" else 0)
+            prims.st_v4(at, *words[:4])
+            prims.st_v4(at + 16, *words[4:])
+
+
+@cute.jit
+def store_turn(
+    spec: cutlass.Constexpr,
+    values: list,
+    act_scale: Float32,
+    tile: gemm_tiles.Tile,
+    reader: gemm_turn.Reader,
+    dest: Int64,
+    live: Boolean,
+):
+    """Quantise the reader's 16 activations and store codes, and in block mode scales; dest: the row's record."""
+    gemm = spec.gemm
+    scale = act_scale
+    if cutlass.const_expr(gemm.scaled):
+        amax = Float32(0.0)
+        for i in cutlass.range_constexpr(16):
+            amax = prims.fmax(amax, prims.fabs(values[i]))
+        amax = gemm_epilogue.quad_max(amax)
+        if cutlass.const_expr(spec.act_group == 128):
+            amax = prims.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=4))
+        scale = quantize.group_scale(amax, gemm.fp8)
+    words = quantize.codes_of(values, scale, gemm.scaled, gemm.fp8)
+    first = (tile.column * gemm.halves + reader.part // 4) * 64
+    if live:
+        prims.st_v4(dest + Int64(first + reader.part % 4 * 16), *words)
+        if cutlass.const_expr(gemm.scaled):
+            if reader.part % (spec.act_group // 16) == 0:
+                prims.st_f32(dest + Int64(spec.intermediate + first // spec.act_group * 4), scale)
+
+
+@cute.jit
+def fc1_width(
+    spec: cutlass.Constexpr,
+    width: cutlass.Constexpr,
+    load_scale: cutlass.Constexpr,
+    ring: gemm_ring.Ring,
+    pen: trace.Tracer | None,
+    tile: gemm_tiles.Tile,
+    w_scale: Int64,
+    pool_weight: Int64,
+    act: Int64,
+    kept: Int64,
+    x_scale: Float32,
+    act_scale: Float32,
+    stage: Int32,
+    phase: Int32,
+    since: Int64 | None,
+) -> tuple[Int32, Int32]:
+    """Math warps: one work item of at most `width` live rows. Arguments as of fc1.fc1_tile."""
+    gemm = spec.gemm
+    thread, _, _ = cute.arch.thread_idx()
+    math = gemm_main.swapped_thread(gemm, ring, thread, width, pen)
+    factor = Float32(1.0)
+    if cutlass.const_expr(not gemm.scaled):
+        factor = x_scale * load_scale(w_scale + Int64(tile.expert) * 4)
+    stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, None)
+    stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
+    since = trace.end(pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
+    reader = gemm_turn.make_reader(gemm, ring.turn)
+    column = tile.column * (64 * gemm.halves) + 16 * reader.part
+    turns = gemm_turn.turns(gemm, width)
+    for number in cutlass.range_constexpr(len(turns)):
+        row = tile.row + number * gemm.turn_rows + reader.row
+        live = reader.live and row < tile.end
+        row_kept = gemm_epilogue.row_address(kept, spec.kept_pitch, row)
+        if cutlass.const_expr(spec.keep_preactivation):
+            at = row_kept + Int64(column) * 2
+            keep_turn(spec, width, ring.turn, math, turns[number], factor, reader, at, live)
+        put_turn(spec, width, "act", ring.turn, math, turns[number], factor)
+        gemm_turn.meet(gemm, math)
+        values = gemm_turn.take(reader)
+        gemm_turn.meet(gemm, math)
+        if cutlass.const_expr(spec.weighted):
+            safe = cutlass.min(row, tile.end - 1)
+            weight = load_scale(gemm_epilogue.row_address(pool_weight, 4, safe))
+            values = [value * weight for value in values]
+        store_turn(spec, values, act_scale, tile, reader, gemm_epilogue.row_address(act, spec.act_pitch, row), live)
+        if cutlass.const_expr(spec.debug):
+            if live:
+                for i in cutlass.range_constexpr(0, 16, 4):
+                    words = [prims.f32_to_bits(value) for value in values[i : i + 4]]
+                    prims.st_v4(row_kept + Int64(column + i) * 4, *words)
+    trace.end(pen, since, Role.MATH, Phase.STORE, tile.index)
+    return stage, phase
+
+
+@cute.jit
+def fc1_swapped(
+    spec: cutlass.Constexpr,
+    load_scale: cutlass.Constexpr,
+    ring: gemm_ring.Ring,
+    pen: trace.Tracer | None,
+    tile: gemm_tiles.Tile,
+    w_scale: Int64,
+    pool_weight: Int64,
+    act: Int64,
+    kept: Int64,
+    x_scale: Float32,
+    act_scale: Float32,
+    stage: Int32,
+    phase: Int32,
+    since: Int64 | None,
+) -> tuple[Int32, Int32]:
+    """Math warps: one work item from stages to activation records, by the narrowest main loop that holds its live rows.
+    Arguments as of fc1.fc1_tile; returns the ring state after it."""
+    gemm = spec.gemm
+    live = cute.arch.make_warp_uniform(cutlass.min(tile.end - tile.row, gemm.tile_rows))
+    for i in cutlass.range_constexpr(len(gemm.widths)):
+        fewer = gemm.widths[i - 1] if i else 0
+        if live > fewer and live <= gemm.widths[i]:
+            stage, phase = fc1_width(
+                *(spec, gemm.widths[i], load_scale, ring, pen, tile, w_scale, pool_weight, act, kept),
+                *(x_scale, act_scale, stage, phase, since),
+            )
+    return stage, phase

@@ -1,0 +1,119 @@
+"""FC2's work items with swapped operands: main loops by live rows, and the epilogue through shared memory."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from . import gemm_epilogue, gemm_main, gemm_ring, gemm_tiles, gemm_turn, prims, trace
+from .trace import Phase, Role
+
+
+@cute.jit
+def turn_part(
+    spec: cutlass.Constexpr,
+    width: cutlass.Constexpr,
+    part: cutlass.Constexpr,
+    base: Int32,
+    math: gemm_main.MathThread,
+    turn: cutlass.Constexpr,
+    reader: gemm_turn.Reader,
+) -> list[Float32]:
+    """Turn round block `part` of 64 columns of this warpgroup, for the rows of one turn: the reader's 16 values."""
+    for place in cutlass.range_constexpr(len(turn)):
+        which, at = gemm_turn.value_at(spec.gemm, width, part, turn[place])
+        acc = math.acc[which]
+        for h in cutlass.range_constexpr(2):
+            values = [acc[at + 2 * h], acc[at + 2 * h + 1]]
+            gemm_turn.put(spec.gemm, base, math, place, math.row + 8 * h, values)
+    gemm_turn.meet(spec.gemm, math)
+    values = gemm_turn.take(reader)
+    gemm_turn.meet(spec.gemm, math)
+    return values
+
+
+@cute.jit
+def store_part(values: list, factor: Float32, scaled: cutlass.Constexpr, dest: Int64, live: Boolean):
+    """Two runs of 8 columns, 64 bytes apart, to a bf16 row; scaled: multiply by factor first."""
+    for run in cutlass.range_constexpr(2):
+        words = []
+        for i in cutlass.range_constexpr(8 * run, 8 * run + 8, 2):
+            low, high = values[i], values[i + 1]
+            if cutlass.const_expr(scaled):
+                low, high = low * factor, high * factor
+            words.append(prims.f32_pair_to_bf16(low, high))
+        if live:
+            prims.st_v4(dest + 64 * run, *words)
+
+
+@cute.jit
+def fc2_width(
+    spec: cutlass.Constexpr,
+    width: cutlass.Constexpr,
+    load_scale: cutlass.Constexpr,
+    ring: gemm_ring.Ring,
+    pen: trace.Tracer | None,
+    tile: gemm_tiles.Tile,
+    w_scale: Int64,
+    pool_weight: Int64,
+    y: Int64,
+    act_scale: Float32,
+    stage: Int32,
+    phase: Int32,
+    since: Int64 | None,
+) -> tuple[Int32, Int32]:
+    """Math warps: one work item of at most `width` live rows. Arguments as of fc2.fc2_tile; y: bf16 rows [.., H]."""
+    gemm = spec.gemm
+    thread, _, _ = cute.arch.thread_idx()
+    math = gemm_main.swapped_thread(gemm, ring, thread, width, pen)
+    stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, None)
+    stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
+    since = trace.end(pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
+    base = ring.turn + math.first // 64 * (gemm.turn_bytes // 2)
+    reader = gemm_turn.make_reader(gemm, base)
+    column = tile.column * (128 * gemm.halves) + math.first * gemm.halves + 8 * reader.part
+    turns = gemm_turn.turns(gemm, width)
+    for number in cutlass.range_constexpr(len(turns)):
+        row = tile.row + number * gemm.turn_rows + reader.row
+        live = reader.live and row < tile.end
+        factor = Float32(1.0)
+        if cutlass.const_expr(spec.weighted):
+            factor = load_scale(gemm_epilogue.row_address(pool_weight, 4, cutlass.min(row, tile.end - 1)))
+        if cutlass.const_expr(not gemm.scaled):
+            factor = act_scale * load_scale(w_scale + Int64(tile.expert) * 4) * factor
+        dest = gemm_epilogue.row_address(y, 2 * gemm.n, row) + Int64(column) * 2
+        for part in cutlass.range_constexpr(gemm.halves):
+            values = turn_part(spec, width, part, base, math, turns[number], reader)
+            store_part(values, factor, spec.weighted or not gemm.scaled, dest + 128 * part, live)
+    trace.end(pen, since, Role.MATH, Phase.STORE, tile.index)
+    return stage, phase
+
+
+@cute.jit
+def fc2_swapped(
+    spec: cutlass.Constexpr,
+    load_scale: cutlass.Constexpr,
+    ring: gemm_ring.Ring,
+    pen: trace.Tracer | None,
+    tile: gemm_tiles.Tile,
+    w_scale: Int64,
+    pool_weight: Int64,
+    y: Int64,
+    act_scale: Float32,
+    stage: Int32,
+    phase: Int32,
+    since: Int64 | None,
+) -> tuple[Int32, Int32]:
+    """Math warps: one work item from stages to bf16 rows, by the narrowest main loop that holds its live rows.
+    Arguments as of fc2_width; returns the ring state after it."""
+    gemm = spec.gemm
+    live = cute.arch.make_warp_uniform(cutlass.min(tile.end - tile.row, gemm.tile_rows))
+    for i in cutlass.range_constexpr(len(gemm.widths)):
+        fewer = gemm.widths[i - 1] if i else 0
+        if live > fewer and live <= gemm.widths[i]:
+            stage, phase = fc2_width(
+                *(spec, gemm.widths[i], load_scale, ring, pen, tile, w_scale, pool_weight, y),
+                *(act_scale, stage, phase, since),
+            )
+    return stage, phase
