@@ -127,6 +127,8 @@ class Knobs:
     cluster_rows, cluster_cols: shape of a cluster of CTAs, 1 or 2 each. Its columns run neighbouring column tiles and
         share the loads of rows; its rows run neighbouring row tiles of an expert and share the loads of weights. Both
         GEMMs must have a multiple of cluster_rows * cluster_cols column tiles.
+    pingpong: with tile_rows=64, two math warpgroups take tiles in turns, so that one stores a tile's results while the
+        other multiplies the next tile.
     schedule: which CTA runs which tile. "static": in turns; "atomic": whoever is free takes the next one.
     stages: K blocks of 128 held in shared memory, 2 to 12; None fills it.
     copy_depth: rows in flight a warp in pull and token-back, 2 to 8; None picks by row size.
@@ -137,6 +139,7 @@ class Knobs:
     mma_cols: int = 128
     cluster_rows: int = 1
     cluster_cols: int = 1
+    pingpong: bool = False
     schedule: Literal["static", "atomic"] = "static"
     stages: int | None = None
     copy_depth: int | None = None
@@ -148,6 +151,9 @@ class Knobs:
         for name, allowed in allowed_of.items():
             value = getattr(self, name)
             _require(type(value) is int and value in allowed, name, value, " or ".join(map(str, allowed)))
+        _require(type(self.pingpong) is bool, "pingpong", self.pingpong, "True or False")
+        allowed = "False with tile_rows=128, whose two math warpgroups share a tile"
+        _require(not self.pingpong or self.tile_rows == 64, "pingpong", self.pingpong, allowed)
         _require_word("schedule", self.schedule, ("static", "atomic"))
         if self.stages is not None:
             _require_int("stages", self.stages, 2, 12)

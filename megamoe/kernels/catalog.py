@@ -36,6 +36,11 @@ WIDE = tuple(Knobs(tile_rows=r, tile_cols=256, mma_cols=256, **shape) for r in (
 
 ATOMIC = tuple(Knobs(tile_cols=256, schedule="atomic", **shape) for shape in CLUSTERS)
 """An atomic schedule; each compiles for E4M3 block scales."""
+PINGPONG = tuple(Knobs(tile_rows=64, tile_cols=c, pingpong=True, **shape) for c in (128, 256) for shape in CLUSTERS)
+PINGPONG += (Knobs(tile_rows=64, tile_cols=256, pingpong=True, schedule="atomic", cluster_rows=2),)
+"""Math warpgroups in turns; each compiles for E4M3 block scales."""
+WIDE_PINGPONG = tuple(Knobs(tile_rows=64, tile_cols=256, mma_cols=256, pingpong=True, **shape) for shape in CLUSTERS)
+"""The same of WGMMAs of 256 columns; each compiles for E4M3 and accum "single"."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def _data_kernels(cfg: MoEConfig, ranks: int, stage_variants: tuple[tuple[bool, 
 def _gemms(cfg: MoEConfig, ranks: int, knobs: Knobs) -> Iterator[CatalogEntry]:
     local = cfg.experts_local(ranks)
     tile = f"tile{knobs.tile_rows}x{knobs.tile_cols} cluster{knobs.cluster_rows}x{knobs.cluster_cols}"
-    tile += " wide" * (knobs.mma_cols > 128) + " atomic" * (knobs.schedule == "atomic")
+    tile += " wide" * (knobs.mma_cols > 128) + " pingpong" * knobs.pingpong + " atomic" * (knobs.schedule == "atomic")
     mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} {tile}"
     yield _entry("fc1", mode, FC1, FC1Spec.from_config(cfg, local, knobs))
     yield _entry("fc2", mode, FC2, FC2Spec.from_config(cfg, local, knobs))
@@ -96,9 +101,9 @@ def _everything() -> Iterator[CatalogEntry]:
             yield from _data_kernels(cfg, ranks, variants)
         for knobs in heuristics.candidates(cfg):
             yield from _gemms(cfg, max(RANKS), knobs)
-    for knobs in (*TILES, *ATOMIC):
+    for knobs in (*TILES, *ATOMIC, *PINGPONG):
         yield from _gemms(MoEConfig(**V3), max(RANKS), knobs)
-    for knobs in WIDE:
+    for knobs in (*WIDE, *WIDE_PINGPONG):
         yield from _gemms(MoEConfig(**V3, scale="tensor", accum="single"), max(RANKS), knobs)
 
 

@@ -41,6 +41,7 @@ class GemmSpec:
     | 128 | all others | 1 | 1 |
     | 256 | both | 2 | 1 |
 
+    pingpong: two math warpgroups take a CTA's work items in turns, each alone.
     atomic: work items go to whoever is free (gemm_queue.py), not in turns.
     cluster_rows, cluster_cols: CTAs of a cluster down and across, 1 or 2 each; CTA r of it has
     row r // cluster_cols and column r % cluster_cols.
@@ -59,6 +60,7 @@ class GemmSpec:
     mma_cols: int
     cluster_rows: int
     cluster_cols: int
+    pingpong: bool
     atomic: bool
     tile_rows: int
     stages: int
@@ -166,9 +168,25 @@ class GemmSpec:
         return self.item_slots * self.w_scales * self.w_row_bytes
 
     @property
-    def warpgroups(self) -> int:
-        """Math warpgroups."""
+    def sharing(self) -> int:
+        """Math warpgroups that share a work item: 64 rows each."""
         return self.tile_rows // 64
+
+    @property
+    def turns(self) -> int:
+        """How many take a CTA's work items in turns."""
+        return 2 if self.pingpong else 1
+
+    @property
+    def turn_words(self) -> int:
+        """8-byte words of shared memory for turns: a barrier each, and with an atomic schedule whether the end was
+        heard (gemm_ring.end_turns)."""
+        return self.turns + self.atomic if self.pingpong else 0
+
+    @property
+    def warpgroups(self) -> int:
+        """Math warpgroups of a CTA."""
+        return self.sharing * self.turns
 
     @property
     def threads(self) -> int:
@@ -182,12 +200,11 @@ class GemmSpec:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of the staged kernel: a ring (stages with two barriers and a tile each), slots of scales, and a
-        Schedule."""
+        """Shared memory of the staged kernel: a ring (stages with two barriers and a tile each; turns), slots of
+        scales, a queue and a Schedule."""
+        ring = self.stages * (self.stage_bytes + 16 + TILE_BYTES) + 8 * self.turn_words
         scales = self.window_slots * self.window_bytes + self.w_slots_bytes
-        return (
-            self.stages * (self.stage_bytes + 16 + TILE_BYTES) + scales + 12 * self.queue_slots + 8 * (self.experts + 1)
-        )
+        return ring + scales + 12 * self.queue_slots + 8 * (self.experts + 1)
 
     @property
     def searches(self) -> int:
@@ -205,6 +222,7 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     passes = fixed.pop("passes") // halves or 1
     shape = dict(halves=halves, passes=passes, mma_cols=knobs.mma_cols, tile_rows=knobs.tile_rows)
     shape |= dict(cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols, atomic=knobs.schedule == "atomic")
+    shape |= dict(pingpong=knobs.pingpong)
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
     if spec.n % spec.columns:
         raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")
