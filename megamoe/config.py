@@ -127,6 +127,8 @@ class Knobs:
     cluster_rows, cluster_cols: shape of a cluster of CTAs, 1 or 2 each. Its columns run neighbouring column tiles and
         share the loads of rows; its rows run neighbouring row tiles of an expert and share the loads of weights. Both
         GEMMs must have a multiple of cluster_rows * cluster_cols column tiles.
+    pingpong: with tile_rows=64, two math warpgroups take tiles in turns, so that one stores a tile's results while the
+        other multiplies the next tile.
     schedule: which CTA runs which tile. "static": in turns; "atomic": whoever is free takes the next one.
     swap_ab: weights become WGMMA's first operand (M) and rows its second (N), so that a tile costs what its live rows
         do, not 64 or 128. Two math warpgroups share out the tile's columns. Not with tile_rows=256 and tile_cols=256.
@@ -139,6 +141,7 @@ class Knobs:
     mma_cols: int = 128
     cluster_rows: int = 1
     cluster_cols: int = 1
+    pingpong: bool = False
     schedule: Literal["static", "atomic"] = "static"
     swap_ab: bool = False
     stages: int | None = None
@@ -164,6 +167,12 @@ class Knobs:
             )
             thin = self.tile_rows == 8 and self.cluster_cols > 1
             _require(not thin, "cluster_cols", self.cluster_cols, "1 with tile_rows=8: two CTAs can't load 4 rows each")
+        _require(type(self.pingpong) is bool, "pingpong", self.pingpong, "True or False")
+        why = "swap_ab" if self.swap_ab else "tile_rows=128"
+        alone = self.tile_rows == 64 and not self.swap_ab
+        _require(
+            not self.pingpong or alone, "pingpong", self.pingpong, f"False with {why}: two warpgroups share a tile"
+        )
         _require_word("schedule", self.schedule, ("static", "atomic"))
         if self.stages is not None:
             _require_int("stages", self.stages, 2, 12)

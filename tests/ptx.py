@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megamoe.kernels import gemm_tiles, gemm_turn
+from megamoe.kernels import gemm_tiles, gemm_transpose
 from megamoe.kernels.exchange import ExchangeSpec
 from megamoe.kernels.fc1 import FC1Spec
 from megamoe.kernels.fc2 import FC2Spec
@@ -110,7 +110,7 @@ def check_fc1(found: CompileReport, spec: FC1Spec) -> None:
     assert found.name.startswith("megamoe_fc1")
     items = spec.gemm.passes * spec.gemm.halves
     if spec.gemm.swapped:  # each turn of each width: 16 values a thread, of one row
-        items = sum(len(gemm_turn.turns(spec.gemm, width)) for width in spec.gemm.widths) / 2
+        items = sum(len(gemm_transpose.batches(spec.gemm, width)) for width in spec.gemm.widths) / 2
     assert count(r"div\.rn\.f32", found.ptx) > 0 == count(r"div\.(approx|full)", found.ptx)
     assert count(rf"cvt\.rn\.satfinite\.{spec.gemm.fp8}x2\.f32", found.ptx) == 16 * items
     assert count(r"cvt\.rn\.bf16x2\.f32", found.ptx) == 32 * items * spec.keep_preactivation
@@ -124,7 +124,7 @@ def check_fc2(found: CompileReport, spec: FC2Spec) -> None:
     assert found.name.startswith("megamoe_fc2")
     items = spec.gemm.halves
     if spec.gemm.swapped:
-        items *= sum(len(gemm_turn.turns(spec.gemm, width)) for width in spec.gemm.widths) / 4
+        items *= sum(len(gemm_transpose.batches(spec.gemm, width)) for width in spec.gemm.widths) / 4
     assert count(r"cvt\.rn\.bf16x2\.f32", found.ptx) == 32 * items
     assert count(r"st\.global\.v4\.b32", found.ptx) == 8 * items
 

@@ -155,7 +155,9 @@ def parse_knobs(top: argparse.ArgumentParser, text: str) -> Knobs | None:
         return None
     try:
         pairs = [part.split("=") for part in text.split(",")]
-        return Knobs(**{name: value if value.isalpha() else int(value) for name, value in pairs})
+        words = {"true": True, "false": False}
+        read = lambda value: words.get(value.lower(), value) if value.isalpha() else int(value)  # noqa: E731
+        return Knobs(**{name: read(value) for name, value in pairs})
     except (TypeError, ValueError) as error:
         top.error(f"--knobs {text}: auto, or fields of Knobs as in tile_rows=128,cluster_cols=2 ({error})")
 

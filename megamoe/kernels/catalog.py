@@ -35,6 +35,11 @@ WIDE = tuple(Knobs(tile_rows=r, tile_cols=256, mma_cols=256, **shape) for r in (
 
 ATOMIC = tuple(Knobs(tile_cols=256, schedule="atomic", **shape) for shape in CLUSTERS)
 """An atomic schedule; each compiles for E4M3 block scales."""
+PINGPONG = tuple(Knobs(tile_rows=64, tile_cols=c, pingpong=True, **shape) for c in (128, 256) for shape in CLUSTERS)
+PINGPONG += (Knobs(tile_rows=64, tile_cols=256, pingpong=True, schedule="atomic", cluster_rows=2),)
+"""Math warpgroups in turns; each compiles for E4M3 block scales."""
+WIDE_PINGPONG = tuple(Knobs(tile_rows=64, tile_cols=256, mma_cols=256, pingpong=True, **shape) for shape in CLUSTERS)
+"""The same of WGMMAs of 256 columns; each compiles for E4M3 and accum "single"."""
 
 
 SWAPPED = (
@@ -91,7 +96,8 @@ def _data_kernels(cfg: MoEConfig, ranks: int, stage_variants: tuple[tuple[bool, 
 def _gemms(cfg: MoEConfig, ranks: int, knobs: Knobs) -> Iterator[CatalogEntry]:
     local = cfg.experts_local(ranks)
     tile = f"tile{knobs.tile_rows}x{knobs.tile_cols} cluster{knobs.cluster_rows}x{knobs.cluster_cols}"
-    tile += " swapped" * knobs.swap_ab + " wide" * (knobs.mma_cols > 128) + " atomic" * (knobs.schedule == "atomic")
+    tile += " swapped" * knobs.swap_ab + " wide" * (knobs.mma_cols > 128)
+    tile += " pingpong" * knobs.pingpong + " atomic" * (knobs.schedule == "atomic")
     mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} {tile}"
     yield _entry("fc1", mode, FC1, FC1Spec.from_config(cfg, local, knobs))
     yield _entry("fc2", mode, FC2, FC2Spec.from_config(cfg, local, knobs))
@@ -108,11 +114,11 @@ def _everything() -> Iterator[CatalogEntry]:
             yield from _gemms(cfg, max(RANKS), knobs)
         if mode["route_weight"] == "output":
             yield from _gemms(cfg, max(RANKS), SWAPPED[4])
-    for knobs in (*TILES, *ATOMIC, *SWAPPED):
+    for knobs in (*TILES, *ATOMIC, *PINGPONG, *SWAPPED):
         yield from _gemms(MoEConfig(**V3), max(RANKS), knobs)
     for knobs in SWAPPED_NARROW:
         yield from _gemms(MoEConfig(**V3, scale="tensor"), max(RANKS), knobs)
-    for knobs in WIDE:
+    for knobs in (*WIDE, *WIDE_PINGPONG):
         yield from _gemms(MoEConfig(**V3, scale="tensor", accum="single"), max(RANKS), knobs)
 
 

@@ -109,7 +109,7 @@ def fc1_tile(
     values = cute.make_rmem_tensor(32 * items, Float32)
     for number in cutlass.range_constexpr(gemm.passes):
         place = gemm_scales.place(gemm, ring.scales, tile, item, number, math.row) if gemm.scaled else None
-        stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, place)
+        stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, place, number == gemm.passes - 1)
         stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
         since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
         for half in cutlass.range_constexpr(gemm.halves):
@@ -213,11 +213,11 @@ class FC1:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
             math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
-            stage, phase, item = Int32(0), Int32(0), Int32(0)
-            index, step, total = gemm_tiles.items_to_hear(gemm, schedule)
+            stage, phase, item = gemm_main.first_stage(gemm, math)
+            index, step, total = gemm_main.items_of(gemm, schedule, math)
             while index < total:
                 since = trace.begin(math.pen)
-                tile = gemm_main.await_tile(ring, math, stage, phase, index)
+                tile = gemm_main.await_tile(gemm, ring, math, stage, phase, item, index)
                 if cutlass.const_expr(gemm.atomic):
                     if tile.expert < 0:
                         total = index
@@ -238,7 +238,7 @@ class FC1:
                         ),
                         *(stage, phase, item, since),
                     )
-                item += 1
+                stage, phase, item = gemm_main.next_item(gemm, stage, phase, item)
                 index += step
         if cutlass.const_expr(gemm.cluster > 1):
             gemm_load.meet(gemm)  # no CTA ends while the other may still arrive at its barriers

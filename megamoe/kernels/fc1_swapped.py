@@ -6,28 +6,28 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from . import gemm_epilogue, gemm_main, gemm_ring, gemm_tiles, gemm_turn, prims, quantize, trace
+from . import gemm_epilogue, gemm_main, gemm_ring, gemm_tiles, gemm_transpose, prims, quantize, trace
 from .trace import Phase, Role
 
 
 @cute.jit
-def put_turn(
+def put_batch(
     spec: cutlass.Constexpr,
     width: cutlass.Constexpr,
     what: cutlass.Constexpr,
     base: Int32,
     math: gemm_main.MathThread,
-    turn: cutlass.Constexpr,
+    batch: cutlass.Constexpr,
     factor: Float32,
 ):
-    """Put this thread's values of one turn (gemm_turn.turns): activations, or with `what` "gate" or "up" those as they
-    leave the GEMM. factor: of the tile (tensor mode)."""
+    """Put this thread's values of one batch (gemm_transpose.batches): activations, or with `what` "gate" or "up" those
+    as they leave the GEMM. factor: of the tile (tensor mode)."""
     gemm = spec.gemm
     # Of 16 weight rows 8 are gate and 8 up; with two weight tiles a warpgroup has a whole one, else half of one.
     word = math.row - math.row // 16 * 8 + math.first // (3 - gemm.halves)
     for part in cutlass.range_constexpr(gemm.halves):
-        for place in cutlass.range_constexpr(len(turn)):
-            which, at = gemm_turn.value_at(gemm, width, part, turn[place])
+        for place in cutlass.range_constexpr(len(batch)):
+            which, at = gemm_transpose.value_at(gemm, width, part, batch[place])
             acc, values = math.acc[which], []
             for e in cutlass.range_constexpr(2):
                 gate, up = acc[at + e], acc[at + 2 + e]
@@ -39,27 +39,27 @@ def put_turn(
                     values.append(up)
                 else:
                     values.append(gemm_epilogue.swiglu(spec.clamp, gate, up))
-            gemm_turn.put(gemm, base, math, place, word + 32 * part, values)
+            gemm_transpose.put(gemm, base, math, place, word + 32 * part, values)
 
 
 @cute.jit
-def keep_turn(
+def keep_batch(
     spec: cutlass.Constexpr,
     width: cutlass.Constexpr,
     base: Int32,
     math: gemm_main.MathThread,
-    turn: cutlass.Constexpr,
+    batch: cutlass.Constexpr,
     factor: Float32,
-    reader: gemm_turn.Reader,
+    reader: gemm_transpose.Reader,
     dest: Int64,
     live: Boolean,
 ):
-    """Store gate and up of one turn into bf16 rows [2 * intermediate]; dest: address of the reader's own 16 gates."""
+    """Store gate and up of one batch into bf16 rows [2 * intermediate]; dest: address of the reader's own 16 gates."""
     for what in ("gate", "up"):
-        put_turn(spec, width, what, base, math, turn, factor)
-        gemm_turn.meet(spec.gemm, math)
-        values = gemm_turn.take(reader)
-        gemm_turn.meet(spec.gemm, math)
+        put_batch(spec, width, what, base, math, batch, factor)
+        gemm_transpose.meet(spec.gemm, math)
+        values = gemm_transpose.take(reader)
+        gemm_transpose.meet(spec.gemm, math)
         words = [prims.f32_pair_to_bf16(values[i], values[i + 1]) for i in range(0, 16, 2)]
         if live:
             at = dest + (2 * spec.intermediate if what == "up" else 0)
@@ -68,12 +68,12 @@ def keep_turn(
 
 
 @cute.jit
-def store_turn(
+def store_batch(
     spec: cutlass.Constexpr,
     values: list,
     act_scale: Float32,
     tile: gemm_tiles.Tile,
-    reader: gemm_turn.Reader,
+    reader: gemm_transpose.Reader,
     dest: Int64,
     live: Boolean,
 ):
@@ -125,25 +125,25 @@ def fc1_width(
     stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, None)
     stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
     since = trace.end(pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
-    reader = gemm_turn.make_reader(gemm, ring.turn)
+    reader = gemm_transpose.make_reader(gemm, ring.transpose)
     column = tile.column * (64 * gemm.halves) + 16 * reader.part
-    turns = gemm_turn.turns(gemm, width)
-    for number in cutlass.range_constexpr(len(turns)):
-        row = tile.row + number * gemm.turn_rows + reader.row
+    batches = gemm_transpose.batches(gemm, width)
+    for number in cutlass.range_constexpr(len(batches)):
+        row = tile.row + number * gemm.batch_rows + reader.row
         live = reader.live and row < tile.end
         row_kept = gemm_epilogue.row_address(kept, spec.kept_pitch, row)
         if cutlass.const_expr(spec.keep_preactivation):
             at = row_kept + Int64(column) * 2
-            keep_turn(spec, width, ring.turn, math, turns[number], factor, reader, at, live)
-        put_turn(spec, width, "act", ring.turn, math, turns[number], factor)
-        gemm_turn.meet(gemm, math)
-        values = gemm_turn.take(reader)
-        gemm_turn.meet(gemm, math)
+            keep_batch(spec, width, ring.transpose, math, batches[number], factor, reader, at, live)
+        put_batch(spec, width, "act", ring.transpose, math, batches[number], factor)
+        gemm_transpose.meet(gemm, math)
+        values = gemm_transpose.take(reader)
+        gemm_transpose.meet(gemm, math)
         if cutlass.const_expr(spec.weighted):
             safe = cutlass.min(row, tile.end - 1)
             weight = load_scale(gemm_epilogue.row_address(pool_weight, 4, safe))
             values = [value * weight for value in values]
-        store_turn(spec, values, act_scale, tile, reader, gemm_epilogue.row_address(act, spec.act_pitch, row), live)
+        store_batch(spec, values, act_scale, tile, reader, gemm_epilogue.row_address(act, spec.act_pitch, row), live)
         if cutlass.const_expr(spec.debug):
             if live:
                 for i in cutlass.range_constexpr(0, 16, 4):

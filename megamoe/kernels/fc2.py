@@ -161,11 +161,11 @@ class FC2:
             cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
             thread, _, _ = cute.arch.thread_idx()
             math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
-            stage, phase, item = Int32(0), Int32(0), Int32(0)
-            index, step, total = gemm_tiles.items_to_hear(gemm, schedule)
+            stage, phase, item = gemm_main.first_stage(gemm, math)
+            index, step, total = gemm_main.items_of(gemm, schedule, math)
             while index < total:
                 since = trace.begin(math.pen)
-                tile = gemm_main.await_tile(ring, math, stage, phase, index)
+                tile = gemm_main.await_tile(gemm, ring, math, stage, phase, item, index)
                 if cutlass.const_expr(gemm.atomic):
                     if tile.expert < 0:
                         total = index
@@ -174,7 +174,7 @@ class FC2:
                         *(spec, prims.ld_weak_f32, ring, math, tile, w_scale, pool_weight, y, act_scale),
                         *(stage, phase, item, since),
                     )
-                item += 1
+                stage, phase, item = gemm_main.next_item(gemm, stage, phase, item)
                 index += step
         if cutlass.const_expr(gemm.cluster > 1):
             gemm_load.meet(gemm)  # no CTA ends while the other may still arrive at its barriers

@@ -6,30 +6,30 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from . import gemm_epilogue, gemm_main, gemm_ring, gemm_tiles, gemm_turn, prims, trace
+from . import gemm_epilogue, gemm_main, gemm_ring, gemm_tiles, gemm_transpose, prims, trace
 from .trace import Phase, Role
 
 
 @cute.jit
-def turn_part(
+def transpose_part(
     spec: cutlass.Constexpr,
     width: cutlass.Constexpr,
     part: cutlass.Constexpr,
     base: Int32,
     math: gemm_main.MathThread,
-    turn: cutlass.Constexpr,
-    reader: gemm_turn.Reader,
+    batch: cutlass.Constexpr,
+    reader: gemm_transpose.Reader,
 ) -> list[Float32]:
-    """Turn round block `part` of 64 columns of this warpgroup, for the rows of one turn: the reader's 16 values."""
-    for place in cutlass.range_constexpr(len(turn)):
-        which, at = gemm_turn.value_at(spec.gemm, width, part, turn[place])
+    """Transpose block `part` of 64 columns of this warpgroup, for the rows of one batch: the reader's 16 values."""
+    for place in cutlass.range_constexpr(len(batch)):
+        which, at = gemm_transpose.value_at(spec.gemm, width, part, batch[place])
         acc = math.acc[which]
         for h in cutlass.range_constexpr(2):
             values = [acc[at + 2 * h], acc[at + 2 * h + 1]]
-            gemm_turn.put(spec.gemm, base, math, place, math.row + 8 * h, values)
-    gemm_turn.meet(spec.gemm, math)
-    values = gemm_turn.take(reader)
-    gemm_turn.meet(spec.gemm, math)
+            gemm_transpose.put(spec.gemm, base, math, place, math.row + 8 * h, values)
+    gemm_transpose.meet(spec.gemm, math)
+    values = gemm_transpose.take(reader)
+    gemm_transpose.meet(spec.gemm, math)
     return values
 
 
@@ -70,12 +70,12 @@ def fc2_width(
     stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, None)
     stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
     since = trace.end(pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
-    base = ring.turn + math.first // 64 * (gemm.turn_bytes // 2)
-    reader = gemm_turn.make_reader(gemm, base)
+    base = ring.transpose + math.first // 64 * (gemm.transpose_bytes // 2)
+    reader = gemm_transpose.make_reader(gemm, base)
     column = tile.column * (128 * gemm.halves) + math.first * gemm.halves + 8 * reader.part
-    turns = gemm_turn.turns(gemm, width)
-    for number in cutlass.range_constexpr(len(turns)):
-        row = tile.row + number * gemm.turn_rows + reader.row
+    batches = gemm_transpose.batches(gemm, width)
+    for number in cutlass.range_constexpr(len(batches)):
+        row = tile.row + number * gemm.batch_rows + reader.row
         live = reader.live and row < tile.end
         factor = Float32(1.0)
         if cutlass.const_expr(spec.weighted):
@@ -84,7 +84,7 @@ def fc2_width(
             factor = act_scale * load_scale(w_scale + Int64(tile.expert) * 4) * factor
         dest = gemm_epilogue.row_address(y, 2 * gemm.n, row) + Int64(column) * 2
         for part in cutlass.range_constexpr(gemm.halves):
-            values = turn_part(spec, width, part, base, math, turns[number], reader)
+            values = transpose_part(spec, width, part, base, math, batches[number], reader)
             store_part(values, factor, spec.weighted or not gemm.scaled, dest + 128 * part, live)
     trace.end(pen, since, Role.MATH, Phase.STORE, tile.index)
     return stage, phase

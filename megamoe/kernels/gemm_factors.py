@@ -32,8 +32,8 @@ def make_factors(gemm: cutlass.Constexpr, at: Int32, place: ScalePlace, kb: Int3
     slot = (place.window + kb // WINDOW) & (gemm.window_slots - 1)
     first = place.rows + slot * gemm.window_bytes + kb % WINDOW * (4 * gemm.groups)
     weights = [prims.smem_ld_f32(place.weights[w] + 4 * kb) for w in range(gemm.w_scales)]
-    for turn in cutlass.range((gemm.tile_rows + 63) // 64, unroll=1):
-        pair = lane + 32 * turn
+    for part in cutlass.range((gemm.tile_rows + 63) // 64, unroll=1):
+        pair = lane + 32 * part
         if pair < gemm.tile_rows // 2:
             to = at + (pair // 8 * 64 + pair % 4 * 16 + pair // 4 % 2 * 8)
             for e in cutlass.range_constexpr(2):

@@ -2,7 +2,8 @@
 
 A math warpgroup has 64 rows of the tile. It multiplies them with the `halves` weight tiles of a stage one after
 the other, each into accumulators of its own, or with mma_cols = 256 with both at once; promoted sums go through
-one temporary fragment, and while one warpgroup adds, the other keeps the tensor cores busy.
+one temporary fragment, and while one warpgroup adds, the other keeps the tensor cores busy. With ping-pong a warpgroup
+has every other tile of 64 rows to itself.
 
 Source: PTX ISA, "wgmma.mma_async" (fragment layout, fences).
 """
@@ -18,9 +19,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..config import BLOCK
 from . import gemm_factors, gemm_scales, prims, trace
-from .gemm_ring import Ring, advance, hear_tile, release
+from .gemm_ring import Ring, advance, advance_item, await_turn, end_turns, hear_tile, pass_turn, release
 from .gemm_scales import ScalePlace
-from .gemm_tiles import WARPGROUP, Tile
+from .gemm_tiles import WARPGROUP, Schedule, Tile, items_to_hear
 
 MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are allotted at launch (256 get more)
 
@@ -32,7 +33,7 @@ class MathThread(NamedTuple):
     acc [halves] are fp32 [64], temp [mma_cols / 2]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
     half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views. scales (rows
     [2 * groups], weights [w_scales]) and factors [2 * groups, w_scales] are fp32, of a K block. row counts from the
-    tile's first row, as does first, the first row of the warpgroup's 64. pen: see trace.py.
+    tile's first row, as does first, the first row of the warpgroup's 64. group: the warpgroup. pen: see trace.py.
 
     Swapped operands (swapped_thread): a is of its weights, b of the rows. acc and temp are fp32 [columns / 2] of 64
     weight rows times up to 128 rows each (GemmSpec.part_steps); their "rows" are weights and their "columns" rows.
@@ -49,6 +50,7 @@ class MathThread(NamedTuple):
     row: Int32
     first: Int32
     quad: Int32
+    group: Int32
     pen: trace.Tracer | None
     table: Int32 | None
 
@@ -59,11 +61,13 @@ def make_math_thread(
 ) -> MathThread:
     """Views of math thread `thread` (0 .. 128 * warpgroups - 1). records, buffer: see trace.tracer."""
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
     if cutlass.const_expr(gemm.swapped):  # a stand-in: the width is known only with the tile
-        return swapped_thread(
-            gemm, ring, thread, gemm.widths[0], trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
-        )
-    a = prims.sw128_descriptor(prims.smem_addr(ring.a.iterator) + group * (64 * BLOCK))
+        return swapped_thread(gemm, ring, thread, gemm.widths[0], pen)
+    first = group * 64
+    if cutlass.const_expr(gemm.pingpong):
+        first, thread = Int32(0), thread % WARPGROUP
+    a = prims.sw128_descriptor(prims.smem_addr(ring.a.iterator) + first * BLOCK)
     b = prims.sw128_descriptor(prims.smem_addr(ring.b.iterator))
     parts = BLOCK * gemm.halves // gemm.mma_cols
     sums = tuple(cute.make_rmem_tensor(gemm.mma_cols // 2, Float32) for _ in range(parts))
@@ -71,11 +75,10 @@ def make_math_thread(
     if cutlass.const_expr(gemm.mma_cols > BLOCK):
         acc = tuple(cute.make_tensor(sums[0].iterator + 64 * half, cute.make_layout(64)) for half in range(gemm.halves))
     temp = cute.make_rmem_tensor(gemm.mma_cols // 2, Float32)
-    pen = trace.tracer(records, buffer, group, thread % WARPGROUP == 0)
     row = prims.keep(thread // 32 * 16 + thread % 32 // 4)
     scales = tuple(cute.make_rmem_tensor(n, Float32) for n in (2 * gemm.groups, gemm.w_scales))
     factors = cute.make_rmem_tensor((2 * gemm.groups, gemm.w_scales), Float32)
-    return MathThread(a, b, acc, sums, temp, scales, factors, row, group * 64, thread % 4, pen, None)
+    return MathThread(a, b, acc, sums, temp, scales, factors, row, first, thread % 4, group, pen, None)
 
 
 @cute.jit
@@ -95,7 +98,7 @@ def swapped_thread(
         if cutlass.const_expr(not gemm.paired and gemm.halves == 2):
             table += group * (4 * gemm.tile_rows)  # FC2's warpgroups have a weight tile each, with a scale of its own
     row = prims.keep(thread % WARPGROUP // 32 * 16 + thread % 32 // 4)
-    return MathThread(a, b, acc, acc, temp, (), temp, row, group * 64, thread % 4, pen, table)
+    return MathThread(a, b, acc, acc, temp, (), temp, row, group * 64, thread % 4, group, pen, table)
 
 
 @cute.jit
@@ -111,10 +114,59 @@ def operands_of(gemm: cutlass.Constexpr, math: MathThread, stage: Int32) -> tupl
 
 
 @cute.jit
-def await_tile(ring: Ring, math: MathThread, stage: Int32, phase: Int32, index: Int32) -> Tile:
-    """Wait for the first stage of work item `index`, and learn from the producer what it is."""
-    trace.mbarrier_wait(math.pen, ring.full + stage, phase)
-    return hear_tile(ring, stage, index)
+def items_of(gemm: cutlass.Constexpr, schedule: Schedule, math: MathThread) -> tuple[Int32, Int32, Int32]:
+    """items_to_hear of a math warp: with ping-pong every other one."""
+    index, step, end = items_to_hear(gemm, schedule)
+    if cutlass.const_expr(gemm.pingpong):
+        index, step = index + math.group * step, gemm.turns * step
+    return index, step, end
+
+
+@cute.jit
+def first_stage(gemm: cutlass.Constexpr, math: MathThread) -> tuple[Int32, Int32, Int32]:
+    """(stage, phase, item): ring state at a math warp's first work item, and the CTA's number of that."""
+    stage, phase, item = Int32(0), Int32(0), Int32(0)
+    if cutlass.const_expr(gemm.pingpong):
+        item = math.group
+        if item > 0:
+            stage, phase = advance_item(gemm, stage, phase)
+    return stage, phase, item
+
+
+@cute.jit
+def next_item(gemm: cutlass.Constexpr, stage: Int32, phase: Int32, item: Int32) -> tuple[Int32, Int32, Int32]:
+    """first_stage's state at a math warp's next work item, from the ring state after its last one, number `item`."""
+    if cutlass.const_expr(gemm.pingpong):
+        stage, phase = advance_item(gemm, stage, phase)
+    return stage, phase, item + gemm.turns
+
+
+@cute.jit
+def await_tile(
+    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, item: Int32, index: Int32
+) -> Tile:
+    """Wait for the first stage of work item `index`, the CTA's number `item`, and learn from the producer what it is.
+
+    An expert below 0 says that there is none any more, once to each warp.
+    """
+    if cutlass.const_expr(not gemm.pingpong):
+        trace.mbarrier_wait(math.pen, ring.full + stage, phase)
+        tile = hear_tile(ring, stage, index)
+    else:
+        since = trace.begin(math.pen)
+        ended = await_turn(gemm, ring, math.group, item)
+        if not ended:
+            cute.arch.mbarrier_wait(ring.full + stage, phase)
+        trace.waited(math.pen, since)
+        tile = hear_tile(ring, stage, index)
+        if cutlass.const_expr(gemm.atomic):
+            expert = tile.expert
+            if ended:
+                expert = Int32(-1)
+            if expert < 0:
+                end_turns(gemm, ring, math.group)
+            tile = tile._replace(expert=expert)
+    return tile
 
 
 @cute.jit
@@ -127,7 +179,7 @@ def thread_rows(math: MathThread, tile: Tile) -> tuple:
 def has_rows(gemm: cutlass.Constexpr, math: MathThread, tile: Tile) -> Boolean:
     """Whether any of the warpgroup's rows belongs to the tile's expert."""
     some = Boolean(True)
-    if cutlass.const_expr(gemm.warpgroups > 1):
+    if cutlass.const_expr(gemm.sharing > 1):
         some = cute.arch.make_warp_uniform(tile.row + math.first) < tile.end
     return some
 
@@ -179,7 +231,7 @@ def multiply_stage(gemm: cutlass.Constexpr, math: MathThread, operands: tuple, k
 
 @cute.jit
 def sum_single(
-    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32
+    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, ends: cutlass.Constexpr
 ) -> tuple[Int32, Int32]:
     """acc = the whole of K in the tensor cores' own accumulator, when its last WGMMAs, in flight on return, are done.
     Returns the ring state of the last stage.
@@ -195,6 +247,8 @@ def sum_single(
         multiply_stage(gemm, math, operands_of(gemm, math, stage), True)
         warpgroup.wait_group(1)
         release(gemm, ring, last)
+    if cutlass.const_expr(ends and gemm.pingpong):
+        pass_turn(gemm, ring, math.group)
     return stage, phase
 
 
@@ -333,7 +387,13 @@ def promote_block(
 
 @cute.jit
 def sum_promoted(
-    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, place: ScalePlace | None
+    gemm: cutlass.Constexpr,
+    ring: Ring,
+    math: MathThread,
+    stage: Int32,
+    phase: Int32,
+    place: ScalePlace | None,
+    ends: cutlass.Constexpr,
 ) -> tuple[Int32, Int32]:
     """acc = sum over K groups in fp32 registers, times scales in "block" mode, but for the last batch of WGMMAs, which
     is in flight. Returns the ring state of the last stage.
@@ -363,23 +423,31 @@ def sum_promoted(
         end = gemm.k_blocks - 1 if gemm.k_blocks > 3 else prims.keep(Int32(gemm.k_blocks - 1))
         for kb in cutlass.range(first, end, unroll=1):
             stage, phase, operands = promote_block(gemm, ring, math, stage, phase, operands, place, kb, False)
+    if cutlass.const_expr(ends and gemm.pingpong):
+        pass_turn(gemm, ring, math.group)
     promote_block(gemm, ring, math, stage, phase, operands, place, Int32(gemm.k_blocks - 1), True)
     return stage, phase
 
 
 @cute.jit
 def start_tile(
-    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, place: ScalePlace | None
+    gemm: cutlass.Constexpr,
+    ring: Ring,
+    math: MathThread,
+    stage: Int32,
+    phase: Int32,
+    place: ScalePlace | None,
+    ends: cutlass.Constexpr = True,
 ) -> tuple[Int32, Int32]:
     """The main loop of gemm.mode, one pass of a work item, up to its last WGMMAs, which are in flight on return.
 
     The first gemm.early halves of math.acc may be used then; finish_tile completes the others. Returns what finish_tile
-    takes. place: gemm_scales.place of the pass, None without block scales.
+    takes. place: gemm_scales.place of the pass, None without block scales. ends: whether it is the item's last pass.
     """
     if cutlass.const_expr(gemm.mode == "single"):
-        stage, phase = sum_single(gemm, ring, math, stage, phase)
+        stage, phase = sum_single(gemm, ring, math, stage, phase, ends)
     else:
-        stage, phase = sum_promoted(gemm, ring, math, stage, phase, place)
+        stage, phase = sum_promoted(gemm, ring, math, stage, phase, place, ends)
     return stage, phase
 
 

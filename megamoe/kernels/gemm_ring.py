@@ -5,6 +5,10 @@ bytes (SW128). Block scales come with some of the stages, into slots of their ow
 (stage, phase) is two Int32 that callers carry from tile to tile, so that a bigger kernel can run several GEMMs
 through one ring.
 
+With ping-pong a work item's stages are read by one of two math warpgroups, and the other jumps over them. A barrier
+tells it only the parity of a stage's round, which says nothing of a stage two rounds ahead: so it looks at its item's
+first stage on its turn, once the other one has seen all stages of the item before full.
+
 Source: PTX ISA, "mbarrier".
 """
 
@@ -15,7 +19,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ..config import BLOCK
@@ -30,8 +34,9 @@ FP8_TYPES = {"e4m3": cutlass.Float8E4M3FN, "e5m2": cutlass.Float8E5M2}
 class Ring(NamedTuple):
     """Shared memory stages: a [tile_rows, 128, stages], b [128, 128, stages * halves] (a stage's halves are
     neighbours), tiles: address of the Tile that begins at each stage; scales, None without block scales; barriers full
-    and empty [stages] each. With swapped operands also turn, address of gemm_turn.py's buffer, and with block scales
-    factors, address of gemm_factors.py's tables, and barriers ready [stages] for them; else None."""
+    and empty [stages] each; turns [GemmSpec.turn_words], with ping-pong. With swapped operands also transpose, address
+    of gemm_transpose.py's buffer, and with block scales factors, address of gemm_factors.py's tables, and barriers
+    ready [stages] for them; else None."""
 
     a: cute.Tensor
     b: cute.Tensor
@@ -39,7 +44,8 @@ class Ring(NamedTuple):
     scales: ScaleSlots | None
     full: cute.Pointer
     empty: cute.Pointer
-    turn: Int32 | None
+    turns: cute.Pointer
+    transpose: Int32 | None
     factors: Int32 | None
     ready: cute.Pointer | None
 
@@ -61,32 +67,39 @@ def make_ring(gemm: cutlass.Constexpr) -> Ring:
     b = smem.allocate_tensor(dtype, layout_b.outer, byte_alignment=SMEM_ALIGN, swizzle=layout_b.inner)
     scales = make_slots(gemm) if gemm.scaled else None  # right behind b: nothing is lost to its alignment
     tiles = prims.smem_addr(smem.allocate(gemm.stages * TILE_BYTES, 16))
-    turn, factors, ready = None, None, None
+    transpose, factors, ready = None, None, None
     if cutlass.const_expr(gemm.swapped):
-        turn = prims.smem_addr(smem.allocate(gemm.turn_bytes, 16))
+        transpose = prims.smem_addr(smem.allocate(gemm.transpose_bytes, 16))
         if cutlass.const_expr(gemm.scaled):
             factors = prims.smem_addr(smem.allocate(gemm.stages * gemm.table_bytes, 16))
             ready = smem.allocate_array(Int64, gemm.stages)
-    barriers = smem.allocate_array(Int64, 2 * gemm.stages)
-    return Ring(a, b, tiles, scales, barriers, barriers + gemm.stages, turn, factors, ready)
+    barriers = smem.allocate_array(Int64, 2 * gemm.stages + gemm.turn_words)
+    empty, turns = barriers + gemm.stages, barriers + 2 * gemm.stages
+    return Ring(a, b, tiles, scales, barriers, empty, turns, transpose, factors, ready)
 
 
 @cute.jit
 def init_ring(gemm: cutlass.Constexpr, ring: Ring):
-    """One thread: initialise the barriers. full: TMA's bytes; empty: one a math warp of every CTA of the cluster;
-    ready: a lane of the warp that makes factors.
+    """One thread: initialise the barriers. full: TMA's bytes; empty: one a math warp that reads the stage, of every CTA
+    of the cluster; turns: one a warp of the other math warpgroup; ready: a lane of the warp that makes factors.
 
     In a cluster of 2 x 2 a CTA fills stages of its row and its column only, yet awaits all four: a superset costs
     little. Nor can arrivals be taken for those of an earlier or later round of the stage. All CTAs run the same work
-    items, so each math warp releases a stage once a round. Before its release number k + 1 its own producer has seen
-    k times the number of warps arrive, when nobody had released more than k times: so everybody had, k times. The k-th
-    phase of any of the barriers thus ends only after every warp's k-th release.
+    items, so each math warp (with ping-pong: of the warpgroup whose item it is, the same in all CTAs) releases a stage
+    once a round. Before a warp's release number k + 1 its own producer has seen k times the number of warps arrive,
+    when nobody had released more than k times: so everybody had, k times. The k-th phase of any of the barriers thus
+    ends only after every warp's k-th release.
     """
     for stage in cutlass.range_constexpr(gemm.stages):
         cute.arch.mbarrier_init(ring.full + stage, 1)
-        cute.arch.mbarrier_init(ring.empty + stage, 4 * gemm.warpgroups * gemm.cluster)
+        cute.arch.mbarrier_init(ring.empty + stage, 4 * gemm.sharing * gemm.cluster)
         if cutlass.const_expr(gemm.swapped and gemm.scaled):
             cute.arch.mbarrier_init(ring.ready + stage, 32)
+    if cutlass.const_expr(gemm.pingpong):
+        for group in cutlass.range_constexpr(gemm.turns):
+            cute.arch.mbarrier_init(ring.turns + group, 4)
+        if cutlass.const_expr(gemm.atomic):
+            prims.smem_st(prims.smem_addr(ring.turns + gemm.turns), Int32(0))
     cute.arch.mbarrier_init_fence()
 
 
@@ -96,6 +109,18 @@ def advance(gemm: cutlass.Constexpr, stage: Int32, phase: Int32) -> tuple[Int32,
     stage += 1
     if stage == gemm.stages:
         stage = Int32(0)
+        phase ^= 1
+    return stage, phase
+
+
+@cute.jit
+def advance_item(gemm: cutlass.Constexpr, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+    """Ring state a whole work item further on."""
+    blocks = gemm.passes * gemm.k_blocks
+    stage += blocks % gemm.stages
+    phase ^= blocks // gemm.stages % 2
+    if stage >= gemm.stages:
+        stage -= gemm.stages
         phase ^= 1
     return stage, phase
 
@@ -129,3 +154,38 @@ def hear_tile(ring: Ring, stage: Int32, index: Int32) -> Tile:
     words = prims.smem_ld_v4(ring.tiles + stage * TILE_BYTES)
     expert, row, end, column = (cute.arch.make_warp_uniform(word) for word in words)
     return Tile(expert, row, end, column, index, None)
+
+
+# ---- turns of math warpgroups (ping-pong) --------------------------------------------------------
+
+
+@cute.jit
+def await_turn(gemm: cutlass.Constexpr, ring: Ring, group: Int32, item: Int32) -> Boolean:
+    """Math warps: wait for the turn of warpgroup `group` to run the CTA's item number `item`, its own. Returns whether
+    the end has been heard.
+
+    The first warpgroup's first turn is the parity before the first phase, which counts as over.
+    """
+    cute.arch.mbarrier_wait(ring.turns + group, (item // 2 + 1 - group) % 2)
+    ended = Boolean(False)
+    if cutlass.const_expr(gemm.atomic):
+        ended = cute.arch.make_warp_uniform(prims.smem_ld(prims.smem_addr(ring.turns + gemm.turns))) != 0
+    return ended
+
+
+@cute.jit
+def pass_turn(gemm: cutlass.Constexpr, ring: Ring, group: Int32):
+    """All lanes of a math warp of warpgroup `group` that has seen its item's last stage full: the other's turn."""
+    if cute.arch.lane_idx() == 0:
+        cute.arch.mbarrier_arrive(ring.turns + (1 - group))
+
+
+@cute.jit
+def end_turns(gemm: cutlass.Constexpr, ring: Ring, group: Int32):
+    """As pass_turn, of a warpgroup that has heard of the end: let the other one know, for it is told at one stage only.
+
+    All its warps must come here, also one that learns from a faster one: the other's turn counts them.
+    """
+    if cute.arch.lane_idx() == 0:
+        prims.smem_st(prims.smem_addr(ring.turns + gemm.turns), Int32(1))
+        cute.arch.mbarrier_arrive(ring.turns + (1 - group))

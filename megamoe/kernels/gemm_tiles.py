@@ -43,6 +43,7 @@ class GemmSpec:
     | 128 | all others | 1 | 1 |
     | 256 | both | 2 | 1 |
 
+    pingpong: two math warpgroups take a CTA's work items in turns, each alone.
     atomic: work items go to whoever is free (gemm_queue.py), not in turns.
     cluster_rows, cluster_cols: CTAs of a cluster down and across, 1 or 2 each; CTA r of it has
     row r // cluster_cols and column r % cluster_cols.
@@ -61,6 +62,7 @@ class GemmSpec:
     mma_cols: int
     cluster_rows: int
     cluster_cols: int
+    pingpong: bool
     atomic: bool
     swapped: bool
     tile_rows: int
@@ -169,8 +171,8 @@ class GemmSpec:
         return self.item_slots * self.w_scales * self.w_row_bytes
 
     @property
-    def warpgroups(self) -> int:
-        """Math warpgroups."""
+    def sharing(self) -> int:
+        """Math warpgroups that share a work item: 64 of its rows each, or with swapped operands half of its weights."""
         return 2 if self.swapped else self.tile_rows // 64
 
     @property
@@ -185,7 +187,7 @@ class GemmSpec:
         all. With one row an expert all SMs would read the same 64 rows at once, most for nothing."""
         if self.cluster_cols > 1:
             return ()
-        return self.widths[:-1] if self.swapped else (8, 64)[: self.warpgroups]
+        return self.widths[:-1] if self.swapped else (8, 64)[: self.sharing]
 
     @property
     def table_bytes(self) -> int:
@@ -193,15 +195,15 @@ class GemmSpec:
         return 4 * self.groups * self.w_scales * self.tile_rows if self.scaled and self.swapped else 0
 
     @property
-    def turn_rows(self) -> int:
-        """Rows whose results swapped operands turn round in shared memory at a time (gemm_turn.py)."""
+    def batch_rows(self) -> int:
+        """Rows whose results swapped operands transpose in shared memory at a time (gemm_transpose.py)."""
         return min(self.tile_rows, 64 // self.halves if self.paired else 32)
 
     @property
-    def turn_bytes(self) -> int:
+    def transpose_bytes(self) -> int:
         """Shared memory for that: FC1 one of activations, FC2 one of each warpgroup's 64 columns."""
-        words = turn_pitch(self.halves) if self.paired else 2 * turn_pitch(1)
-        return 4 * self.turn_rows * words if self.swapped else 0
+        words = transpose_pitch(self.halves) if self.paired else 2 * transpose_pitch(1)
+        return 4 * self.batch_rows * words if self.swapped else 0
 
     @property
     def cleared(self) -> bool:
@@ -217,6 +219,22 @@ class GemmSpec:
         return 0, part * (self.mma_cols * BLOCK // 16)
 
     @property
+    def turns(self) -> int:
+        """How many take a CTA's work items in turns."""
+        return 2 if self.pingpong else 1
+
+    @property
+    def turn_words(self) -> int:
+        """8-byte words of shared memory for turns: a barrier each, and with an atomic schedule whether the end was
+        heard (gemm_ring.end_turns)."""
+        return self.turns + self.atomic if self.pingpong else 0
+
+    @property
+    def warpgroups(self) -> int:
+        """Math warpgroups of a CTA."""
+        return self.sharing * self.turns
+
+    @property
     def threads(self) -> int:
         """Threads of a CTA."""
         return (self.warpgroups + 1) * WARPGROUP
@@ -228,12 +246,12 @@ class GemmSpec:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of the staged kernel: a ring (stages with their barriers, a tile and factors each), slots of
-        scales, where results are turned round, and a Schedule."""
+        """Shared memory of the staged kernel: a ring (stages with their barriers, a tile and factors; turns), slots of
+        scales, where results are transposed, a queue and a Schedule."""
         scales = self.window_slots * self.window_bytes + self.w_slots_bytes
         stage = self.stage_bytes + self.table_bytes + (24 if self.table_bytes else 16) + TILE_BYTES
-        schedule = 12 * self.queue_slots + 8 * (self.experts + 1)
-        return self.stages * stage + self.turn_bytes + scales + schedule
+        rest = 8 * self.turn_words + 12 * self.queue_slots + 8 * (self.experts + 1)
+        return self.stages * stage + scales + self.transpose_bytes + rest
 
     @property
     def searches(self) -> int:
@@ -241,8 +259,8 @@ class GemmSpec:
         return wire.search_steps(self.experts + 1)
 
 
-def turn_pitch(tiles: int) -> int:
-    """fp32 words from one row to the next of a turn of 64 * tiles columns: neighbouring rows lie in other banks."""
+def transpose_pitch(tiles: int) -> int:
+    """fp32 words from one row to the next of a batch of 64 * tiles columns: neighbouring rows lie in other banks."""
     return 64 * tiles + 4
 
 
@@ -256,7 +274,7 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     passes = fixed.pop("passes") // halves or 1
     shape = dict(halves=halves, passes=passes, mma_cols=knobs.mma_cols, tile_rows=knobs.tile_rows)
     shape |= dict(cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols, atomic=knobs.schedule == "atomic")
-    shape |= dict(swapped=knobs.swap_ab)
+    shape |= dict(pingpong=knobs.pingpong, swapped=knobs.swap_ab)
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
     if spec.n % spec.columns:
         raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")

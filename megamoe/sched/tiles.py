@@ -78,7 +78,8 @@ def slots_for(lengths: Sequence[int], stages: int) -> int:
     """Slots for what comes with one K block and serves several, so that no wait but the ring's own is needed.
 
     lengths: of the stretches of K blocks that are served, which repeat for ever. Before the producer loads K block n
-    of all that a CTA ever loads, everybody has released block n - stages. So a slot is free again if that block is
+    of all that a CTA ever loads, everybody who reads block n - stages or one before it has released that: it awaited
+    them in order, whichever warpgroup's they are. So a slot is free again if that block is
     past its stretch, thus if the stretch `slots` further on begins at least `stages` blocks after this one's last.
     Returns a power of two.
     """

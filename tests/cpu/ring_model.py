@@ -4,7 +4,12 @@ Agents take steps in any order; a step is possible when its barrier's phase is. 
 (gemm_ring.py, gemm_load.py, gemm_scales.py, gemm_main.py): barriers `full` (one arrival of the TMA warp and the parts
 of the stage that any CTA of the cluster loads into it, with some stages scales too) and `empty` (one arrival a math
 warpgroup of every CTA of the cluster), both with a parity that waiters poll. Loads, copies and arrivals land at any
-time after they were issued, in any order. A math warpgroup stands for its four warps: it arrives once.
+time after they were issued, in any order. A math warpgroup stands for its four warps: it arrives once,
+unless `warps` takes it apart.
+
+Work items are stretches of `item` K blocks. With ping-pong a CTA's two warpgroups take them in turns, each alone: a
+barrier `turns` each, with one arrival of the other warpgroup once that has seen the last stage of its item full. The
+end may be told where no item begins any more, as with an atomic schedule.
 
 Rules that the test holds: a part is never written over a stage that a warpgroup may still read, a warpgroup
 never reads a part of another K block, and everybody gets to the end.
@@ -52,8 +57,11 @@ class Shape:
     warpgroups: of a CTA. alone: bit k is set where every row of CTAs loads all weights of K block k itself (tiles of an
     odd last row tile). slots, lengths: of scales that come with the first K block of a stretch and are read to its
     end, for each kind (windows of row scales, work items of weight scales); stretches of `lengths` blocks repeat.
-    queue: slots for numbers of items to come, of `item` K blocks each, which CTA 0 sends to all (gemm_queue.py).
-    counted and full: arrivals that `empty` and `full` count, those that there are unless a fault is planted.
+    item: K blocks of a work item, None for all. queue: slots for numbers of items to come, which CTA 0 sends to all
+    (gemm_queue.py). pingpong: math warpgroups take items in turns; warps: of each, 1 where they need not be apart.
+    told: they hear of the end from the producer; k_blocks are whole items then.
+    What there is unless a fault is planted: counted and full, arrivals that `empty` and `full` count; turns, a wait for
+    the own turn; last_words, an arrival of a warp that learns of the end from its own warpgroup or the other.
     """
 
     stages: int
@@ -65,7 +73,12 @@ class Shape:
     slots: tuple[int, ...] = ()
     lengths: tuple[tuple[int, ...], ...] = ()
     queue: int = 0
-    item: int = 1
+    item: int | None = None
+    pingpong: bool = False
+    warps: int = 1
+    told: bool = False
+    turns: bool = True
+    last_words: bool = True
     counted: int | None = None
     full: int = 1
 
@@ -78,6 +91,16 @@ class Shape:
     def parts(self) -> int:
         """Parts of a stage that TMA brings."""
         return self.cols + self.rows
+
+    @property
+    def length(self) -> int:
+        """K blocks of a work item."""
+        return self.item or self.k_blocks
+
+    @property
+    def sharing(self) -> int:
+        """Math warps of a CTA that read a stage."""
+        return self.warps * (1 if self.pingpong else self.warpgroups)
 
     def stretch(self, kind: int, kb: int) -> tuple[int, bool]:
         """Number of the stretch that K block kb of all is in, and whether the block is its first."""
@@ -93,12 +116,14 @@ class Shape:
 
 @dataclass
 class Stage:
-    """A stage of one CTA. holds: the K block of each part that landed ("a" in `cols` parts, "b" in `rows`)."""
+    """A stage of one CTA. holds: the K block of each part that landed ("a" in `cols` parts, "b" in `rows`). item: that
+    begins there, as the producer told it last; -1: none any more."""
 
     full: Barrier
     empty: Barrier
     holds: dict[tuple[str, int], int] = field(default_factory=dict)
     readers: int = 0
+    item: int | None = None
 
 
 class Broken(AssertionError):
@@ -109,13 +134,15 @@ class Ring:
     """All stages of a cluster, and loads that are on their way."""
 
     def __init__(self, shape: Shape) -> None:
-        counted = shape.ctas * shape.warpgroups if shape.counted is None else shape.counted
+        counted = shape.ctas * shape.sharing if shape.counted is None else shape.counted
         self.shape = shape
         self.stages = [
             [Stage(Barrier(shape.full), Barrier(counted)) for _ in range(shape.stages)] for _ in range(shape.ctas)
         ]
         self.scales = [[[-1] * slots for slots in shape.slots] for _ in range(shape.ctas)]
         self.queues: list[list[int | None]] = [[None] * shape.queue for _ in range(shape.ctas)]
+        self.turns = [[Barrier(shape.warps), Barrier(shape.warps)] for _ in range(shape.ctas)]
+        self.ended = [False] * shape.ctas
         self.flying: list[tuple[int, int, tuple[str, int], int]] = []
         self.done = 0
 
@@ -125,6 +152,9 @@ class Ring:
         stage = self.stages[cta][at]
         if part[0] == "e":
             stage.empty.arrive()
+            return
+        if part[0] == "t":
+            self.turns[cta][at].arrive()
             return
         if part[0] == "q":
             slot = part[1] % self.shape.queue
@@ -145,7 +175,12 @@ class Ring:
     def agents(self) -> list[Iterator[bool]]:
         """The producers and math warpgroups of each CTA. An agent yields whether it can go on."""
         ctas = range(self.shape.ctas)
-        math = [self._math(cta) for cta in ctas for _ in range(self.shape.warpgroups)]
+        math = [
+            self._math(cta, group)
+            for cta in ctas
+            for group in range(self.shape.warpgroups)
+            for _ in range(self.shape.warps)
+        ]
         return [*(self._produce(cta) for cta in ctas), *math]
 
     def _produce(self, cta: int) -> Iterator[bool]:
@@ -153,13 +188,15 @@ class Ring:
         row, col = divmod(cta, shape.cols)
         at, phase = 0, 0
         for kb in range(shape.k_blocks):
-            number, inner = divmod(kb, shape.item)
+            number, inner = divmod(kb, shape.length)
             if shape.queue and cta == 0 and inner == 0:
                 self.flying += [(peer, at, ("q", number), kb) for peer in range(shape.ctas)]
                 yield True
             stage = self.stages[cta][at]
             while not stage.empty.passed(phase ^ 1):
                 yield False
+            if inner == 0:
+                stage.item = number
             due = [kind for kind in range(len(shape.slots)) if shape.stretch(kind, kb)[1]]
             stage.full.arrive(shape.parts + len(due))
             yield True
@@ -172,34 +209,65 @@ class Ring:
                 self.flying.append((cta, at, ("b", peer), kb) if shape.alone >> kb & 1 else shared)
             yield True
             at, phase = self._advance(at, phase)
-            if shape.queue and inner == shape.item - 1:
+            if shape.queue and inner == shape.length - 1:
                 while self.queues[cta][number % shape.queue] is None:
                     yield False
                 if self.queues[cta][number % shape.queue] != number:
                     raise Broken(f"CTA {cta}: item {number} wanted, the queue holds {self.queues[cta]}")
                 self.queues[cta][number % shape.queue] = None
                 yield True
+        if shape.told:
+            stage = self.stages[cta][at]
+            while not stage.empty.passed(phase ^ 1):
+                yield False
+            stage.item = -1
+            stage.full.arrive()
+            yield True
         self.done += 1
 
-    def _math(self, cta: int) -> Iterator[bool]:
+    def _math(self, cta: int, group: int) -> Iterator[bool]:
         shape = self.shape
-        at, phase = 0, 0
-        while not self.stages[cta][at].full.passed(phase):
-            yield False
-        for kb in range(shape.k_blocks):
-            stage = self.stages[cta][at]
-            stage.readers += 1
-            self._check(stage, kb, cta, at)
-            yield True
-            following = self._advance(at, phase)
-            if kb + 1 < shape.k_blocks:
-                while not self.stages[cta][following[0]].full.passed(following[1]):
+        step = 2 if shape.pingpong else 1
+        first = group * shape.length if shape.pingpong else 0
+        at, phase = self._advance(0, 0, first)
+        items = range(first // shape.length, 1 << 30 if shape.told else -(-shape.k_blocks // shape.length), step)
+        for item in items:
+            if shape.pingpong and shape.turns:
+                while not self.turns[cta][group].passed((item // 2 & 1) ^ (1 - group)):
                     yield False
-            self._check(stage, kb, cta, at)
-            stage.readers -= 1
-            self.flying += [(other, at, ("e", 0), kb) for other in range(shape.ctas)]
-            yield True
-            at, phase = following
+                if self.ended[cta]:
+                    if shape.last_words:
+                        self.flying.append((cta, 1 - group, ("t", 0), 0))
+                    break
+            while not self.stages[cta][at].full.passed(phase):
+                yield False
+            told = self.stages[cta][at].item
+            if shape.told and told == -1:
+                self.ended[cta] = True
+                if shape.pingpong:
+                    self.flying.append((cta, 1 - group, ("t", 0), 0))
+                break
+            if told != item:
+                raise Broken(f"CTA {cta}: item {item} wanted, the stage tells {told}")
+            end = min((item + 1) * shape.length, shape.k_blocks)
+            for kb in range(item * shape.length, end):
+                stage = self.stages[cta][at]
+                stage.readers += 1
+                self._check(stage, kb, cta, at)
+                yield True
+                following = self._advance(at, phase)
+                if kb + 1 < end:
+                    while not self.stages[cta][following[0]].full.passed(following[1]):
+                        yield False
+                elif shape.pingpong:
+                    self.flying.append((cta, 1 - group, ("t", 0), kb))
+                    yield True
+                self._check(stage, kb, cta, at)
+                stage.readers -= 1
+                self.flying += [(other, at, ("e", 0), kb) for other in range(shape.ctas)]
+                yield True
+                at, phase = following
+            at, phase = self._advance(at, phase, (step - 1) * shape.length)
         self.done += 1
 
     def _check(self, stage: Stage, kb: int, cta: int, at: int) -> None:
@@ -210,8 +278,9 @@ class Ring:
             if self.scales[cta][kind][number % slots] != number:
                 raise Broken(f"CTA {cta}: scales {number} of kind {kind} wanted, slots hold {self.scales[cta][kind]}")
 
-    def _advance(self, at: int, phase: int) -> tuple[int, int]:
-        return (0, phase ^ 1) if at + 1 == self.shape.stages else (at + 1, phase)
+    def _advance(self, at: int, phase: int, blocks: int = 1) -> tuple[int, int]:
+        rounds, at = divmod(at + blocks, self.shape.stages)
+        return at, phase ^ (rounds & 1)
 
 
 def run(shape: Shape, choose) -> None:
@@ -234,5 +303,5 @@ def run(shape: Shape, choose) -> None:
                 moved = True
         if not moved:
             raise Broken(f"nobody can go on: {len(agents)} agents left of a ring of {shape}")
-    if ring.done != shape.ctas * (1 + shape.warpgroups):
+    if ring.done != shape.ctas * (1 + shape.warpgroups * shape.warps):
         raise Broken("an agent did not finish")

@@ -80,6 +80,8 @@ def test_choices():
     assert args.preset == "v4-pro" and args.shape == dict(hidden=7168, intermediate=3072, num_experts=192, top_k=6)
     args = options.parse(["--what", "ceilings,fc2", "--knobs", "auto; tile_rows=64, cluster_cols=2"], 1)
     assert args.settings == {"auto": None, "tile_rows=64,cluster_cols=2": Knobs(tile_rows=64, cluster_cols=2)}
+    args_of = options.parse(["--knobs", "tile_rows=64,pingpong=True,schedule=atomic"], 1)
+    assert args_of.knobs == Knobs(tile_rows=64, pingpong=True, schedule="atomic")
     assert args.knobs is None and options.parse(["--knobs", "stages=4"], 1).settings == {"stages=4": Knobs(stages=4)}
     args = options.parse(["--top-k", "4", "--intermediate", "1024"], 1)
     assert args.preset is None and args.shape["top_k"] == 4 and args.shape["intermediate"] == 1024

@@ -35,6 +35,7 @@ def launch_bytes(ir: str) -> list[int]:
 
 
 TIGHT = [(V3, 32, Knobs()), (V3, 32, Knobs(tile_rows=64))]
+TIGHT += [(V3, 32, Knobs(tile_rows=64, pingpong=True, schedule=schedule)) for schedule in ("static", "atomic")]
 TIGHT += [(dict(V3, hidden=h, intermediate=128), e, Knobs(tile_rows=64)) for h, e in ((256, 278), (2048, 343))]
 """Shape, experts a rank and Knobs whose stages leave little of shared memory, in block mode with act_group 64."""
 

@@ -112,6 +112,8 @@ def test_refusals_name_field_value_and_what_is_allowed(field: str, value: object
         ("cluster_rows", 0),
         ("cluster_rows", 4),
         ("cluster_cols", True),
+        ("pingpong", 1),
+        ("pingpong", "true"),
         ("stages", 1),
         ("stages", 13),
         ("copy_depth", 1),
@@ -122,6 +124,12 @@ def test_knobs_refuse_by_name(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         Knobs(**{field: value})
     assert caught.value.name == field
+
+
+def test_turns_need_tiles_of_one_warpgroup() -> None:
+    assert Knobs(tile_rows=64, pingpong=True).pingpong
+    with pytest.raises(ConfigError, match="pingpong = True: must be False with tile_rows=128"):
+        Knobs(pingpong=True)
 
 
 def test_llama_order_is_refused_by_name() -> None:

@@ -9,6 +9,8 @@ import os
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,6 +54,41 @@ def test_preactivations_of_several_passes_compile() -> None:
     kernel = FC1(FC1Spec.from_config(MoEConfig(**LARGE), 32, Knobs(tile_rows=64), keep_preactivation=True))
     assert kernel.spec.gemm.passes == 2
     check(report(kernel), kernel.spec)
+
+
+TURNS = Knobs(tile_rows=64, tile_cols=256, pingpong=True)
+
+
+@pytest.mark.parametrize("intermediate", [128, 256, 384])
+@pytest.mark.parametrize("mode", [{}, dict(scale="tensor"), dict(scale="tensor", accum="single")], ids=str)
+def test_warpgroups_in_turns_compile_at_the_edges(mode: dict, intermediate: int) -> None:
+    cfg = MoEConfig(**(LARGE | dict(hidden=intermediate)) | dict(intermediate=intermediate), **mode)
+    knobs = replace(TURNS, tile_cols=256 if intermediate == 256 else 128)
+    for kernel in (FC1(FC1Spec.from_config(cfg, 32, knobs)), FC2(FC2Spec.from_config(cfg, 32, knobs))):
+        check(report(kernel), kernel.spec)
+
+
+@pytest.mark.parametrize("extra", [dict(debug=True), dict(keep_preactivation=True), dict(trace=64)], ids=str)
+@pytest.mark.parametrize("schedule", ["static", "atomic"])
+def test_warpgroups_in_turns_find_registers_for_all_they_store(schedule: str, extra: dict) -> None:
+    cfg = MoEConfig(**LARGE, clamp=7.0, route_weight="activation")
+    spec = FC1Spec.from_config(cfg, 32, replace(TURNS, cluster_rows=2, cluster_cols=2, schedule=schedule))
+    kernel = FC1(replace(spec, **extra))
+    found = report(kernel)
+    if "trace" in extra:
+        assert found.clean, found.remarks
+    else:
+        check(found, kernel.spec)
+
+
+def test_warpgroups_in_turns_are_counted_once_a_stage() -> None:
+    turns, small, large = (
+        FC2Spec.from_config(MoEConfig(**LARGE), 32, knobs).gemm
+        for knobs in (TURNS, Knobs(tile_rows=64, tile_cols=256), Knobs(tile_cols=256))
+    )
+    assert (turns.sharing, turns.turns, turns.warpgroups, turns.threads) == (1, 2, 2, 384)
+    assert (small.sharing, small.turns, small.warpgroups, small.threads) == (1, 1, 1, 256)
+    assert (large.sharing, large.turns, large.warpgroups, large.threads) == (2, 1, 2, 384)
 
 
 def test_preactivations_and_debug_exclude_each_other() -> None:

@@ -29,6 +29,11 @@ def scaled(shape: Shape, pass_blocks: int, passes: int) -> Shape:
     return replace(shape, lengths=lengths, slots=tuple(tiles.slots_for(each, shape.stages) for each in lengths))
 
 
+def in_turns(stages: int, item: int, items: int, **others) -> Shape:
+    """A shape whose two warpgroups take `items` work items of `item` K blocks in turns."""
+    return Shape(stages=stages, k_blocks=item * items, item=item, pingpong=True, **others)
+
+
 def choices(seed: int, eager: float):
     """Random steps; `eager` is how often the first one is taken, so that single agents run far ahead."""
     rng = random.Random(seed)
@@ -43,8 +48,10 @@ def test_every_order_ends_well(shape: Shape, pass_blocks: int, passes: int, seed
 @pytest.mark.parametrize("kind", [0, 1])
 @pytest.mark.parametrize("pass_blocks", [1, 3, 4, 6])
 @pytest.mark.parametrize("stages", [4, 6, 9])
-def test_half_as_many_slots_for_scales_are_found(stages: int, pass_blocks: int, kind: int) -> None:
-    good = scaled(Shape(stages=stages, k_blocks=24), pass_blocks, 1)
+@pytest.mark.parametrize("pingpong", [False, True])
+def test_half_as_many_slots_for_scales_are_found(pingpong: bool, stages: int, pass_blocks: int, kind: int) -> None:
+    shape = in_turns(stages, pass_blocks, 24 // pass_blocks) if pingpong else Shape(stages=stages, k_blocks=24)
+    good = scaled(shape, pass_blocks, 1)
     run(good, choices(1, 0.5))
     bad = replace(good, slots=tuple(n // 2 if k == kind else n for k, n in enumerate(good.slots)))
     with pytest.raises(Broken, match=f"of kind {kind} wanted"):
@@ -65,6 +72,52 @@ def test_too_few_places_for_items_to_come_are_found() -> None:
     with pytest.raises(Broken, match="which nobody has read"):
         for seed in range(300):
             run(shape, choices(seed, 0.5))
+
+
+@given(
+    st.builds(
+        in_turns,
+        stages=st.integers(2, 5),
+        item=st.integers(1, 8),
+        items=st.integers(0, 5),
+        rows=st.integers(1, 2),
+        cols=st.integers(1, 2),
+        warps=st.integers(1, 2),
+        told=st.booleans(),
+    ),
+    st.integers(0, 2),
+    st.integers(0, 1 << 32),
+    st.sampled_from([0.0, 0.5, 0.95]),
+)
+def test_turns_end_well(shape: Shape, passes: int, seed: int, eager: float) -> None:
+    """Also with the slots for scales and for items to come that the kernels have."""
+    if passes and shape.length % passes == 0:
+        shape = scaled(shape, shape.length // passes, passes)
+    if shape.told:
+        shape = replace(shape, queue=tiles.slots_for([shape.length], shape.stages + 2))
+    run(shape, choices(seed, eager))
+
+
+@pytest.mark.parametrize(
+    "fault,found",
+    [
+        (dict(turns=False), "item 1 wanted"),  # a parity says nothing of a stage that is two rounds ahead
+        (dict(counted=2), "nobody can go on"),  # both warpgroups, as without turns
+        (dict(told=True, warps=2, last_words=False), "nobody can go on"),  # the other's turn never comes
+    ],
+    ids=str,
+)
+def test_faults_of_turns_are_found(fault: dict, found: str) -> None:
+    run(in_turns(3, 5, 4, told="told" in fault), choices(1, 0.5))
+    with pytest.raises(Broken, match=found):
+        for seed in range(200):
+            run(in_turns(3, 5, 4, **fault), choices(seed, 0.5))
+
+
+def test_arrivals_of_one_cta_for_an_items_warpgroups_are_found() -> None:
+    with pytest.raises(Broken):
+        for seed in range(200):
+            run(in_turns(3, 2, 6, cols=2, counted=1), choices(seed, 0.5))
 
 
 @pytest.mark.parametrize("eager", [0.0, 0.5])

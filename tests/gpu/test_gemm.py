@@ -9,7 +9,7 @@ from megamoe import Knobs, MoEConfig, kernels, numerics, reference, wire
 from megamoe.config import supported_modes
 from megamoe.errors import ConfigError
 from megamoe.forward import check_knobs
-from megamoe.kernels.catalog import ATOMIC, TILES, WIDE
+from megamoe.kernels.catalog import ATOMIC, PINGPONG, SWAPPED, SWAPPED_NARROW, TILES, WIDE, WIDE_PINGPONG
 from megamoe.sched import heuristics
 from tests.gpu.poison import poisoned_empty
 from tests.problems import generator, make_weights
@@ -131,7 +131,8 @@ def check_fc2(cfg, pack, counts, seed, knobs, extra_rows=0):
 
 
 def tile_name(knobs):
-    return f"{knobs.tile_rows}x{knobs.tile_cols}-{knobs.cluster_rows}x{knobs.cluster_cols}"
+    how = "-swapped" * knobs.swap_ab + "-pingpong" * knobs.pingpong + "-atomic" * (knobs.schedule == "atomic")
+    return f"{knobs.tile_rows}x{knobs.tile_cols}-{knobs.cluster_rows}x{knobs.cluster_cols}{how}"
 
 
 def sizes(knobs):
@@ -168,7 +169,7 @@ def test_other_tiles(knobs):
     check_mode(supported_modes()[0], knobs)
 
 
-@pytest.mark.parametrize("knobs", WIDE, ids=tile_name)
+@pytest.mark.parametrize("knobs", [*WIDE, *WIDE_PINGPONG], ids=tile_name)
 def test_wide_wgmmas(knobs):
     for mode in supported_modes():
         if mode.get("accum") == "single":
@@ -178,6 +179,32 @@ def test_wide_wgmmas(knobs):
 @pytest.mark.parametrize("knobs", ATOMIC, ids=tile_name)
 def test_shapes_in_an_atomic_schedule(knobs):
     check_mode(supported_modes()[0], knobs)
+
+
+@pytest.mark.parametrize("knobs", PINGPONG, ids=tile_name)
+def test_shapes_with_warpgroups_in_turns(knobs):
+    check_mode(supported_modes()[0], knobs)
+
+
+@pytest.mark.parametrize("mode", supported_modes()[1:], ids=name)
+def test_warpgroups_in_turns_in_every_mode(mode):
+    check_mode(mode, PINGPONG[-1])
+
+
+@pytest.mark.parametrize("knobs", SWAPPED, ids=tile_name)
+def test_swapped_operands(knobs):
+    check_mode(supported_modes()[0], knobs)
+
+
+@pytest.mark.parametrize("knobs", SWAPPED_NARROW, ids=tile_name)
+def test_swapped_operands_in_narrow_tiles(knobs):
+    check_mode(dict(scale="tensor", route_weight="output"), knobs)
+    check_mode(dict(scale="tensor", route_weight="activation", accum="single"), knobs)
+
+
+@pytest.mark.parametrize("mode", supported_modes()[1:], ids=name)
+def test_swapped_operands_in_every_mode(mode):
+    check_mode(mode, SWAPPED[2])
 
 
 @pytest.mark.parametrize("hidden,intermediate", [(128, 128), (7168, 2048), (1408, 1408), (2048, 2688)])
@@ -201,7 +228,7 @@ CASES = [
 @given(
     st.sampled_from(CASES),
     st.lists(st.integers(0, 400), min_size=1, max_size=3).map(lambda c: (c * 3)[:3]),
-    st.sampled_from([*TILES, *ATOMIC]),
+    st.sampled_from([*TILES, *ATOMIC, *PINGPONG, *SWAPPED[:5], *SWAPPED_NARROW]),
     st.integers(0, 300),
     st.integers(0, 1 << 16),
 )
@@ -225,7 +252,7 @@ def test_few_sms_and_few_stages_give_the_same_bits():
     weights = torch.ones(len(experts), device=DEVICE)
     outs = []
     runs = [(Knobs(), None), (Knobs(), 3), (Knobs(stages=2), None), (Knobs(tile_rows=64), 1)]
-    runs += [(knobs, sms) for knobs in (*TILES, *ATOMIC) for sms in (1, 5, None)]
+    runs += [(knobs, sms) for knobs in (*TILES, *ATOMIC, *PINGPONG, *SWAPPED) for sms in (1, 5, None)]
     for knobs, sms in runs:
         act = kernels.fc1(records, start, pack, weights, knobs, num_sms=sms)
         outs.append((act, kernels.fc2(act, start, pack, weights, knobs, num_sms=sms)))

@@ -1,10 +1,10 @@
-"""Results of swapped operands, turned round in shared memory: a math thread has 2 weight rows (columns of the result)
-times a quarter of the tile's rows, and stores want neighbouring columns of one row.
+"""Results of swapped operands, transposed through shared memory: a math thread has 2 weight rows (columns of the
+result) times a quarter of the tile's rows, and stores want neighbouring columns of one row.
 
-GemmSpec.turn_rows rows at a time go through a buffer of fp32 with turn_pitch words a row. FC1 puts activations there,
-64 columns of each weight tile, for both math warpgroups: afterwards 4 * halves lanes share a row, as its scales want.
-FC2's math warpgroups have a buffer each, of 64 columns. Within 64 columns the order is that of the weight rows (chunks
-of 8), so that no bank is met twice on the way in; on the way out wire's orders give runs of columns.
+A batch of GemmSpec.batch_rows rows at a time goes through a buffer of fp32 with transpose_pitch words a row. FC1 puts
+activations there, 64 columns of each weight tile, for both math warpgroups: afterwards 4 * halves lanes share a row, as
+its scales want. FC2's math warpgroups have a buffer each, of 64 columns. Within 64 columns the order is that of the
+weight rows (chunks of 8), so that no bank is met twice on the way in; wire's orders make runs of it on the way out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32
 
 from . import prims
 from .gemm_main import MathThread
-from .gemm_tiles import WARPGROUP, turn_pitch
+from .gemm_tiles import WARPGROUP, transpose_pitch
 
 FIRST_BARRIER = 1
 """Named barrier of both math warpgroups (FC1), or of the first one (FC2); the next one is the second's."""
@@ -32,9 +32,9 @@ def meet(gemm: cutlass.Constexpr, math: MathThread):
         cute.arch.barrier(barrier_id=FIRST_BARRIER + math.first // 64, number_of_threads=WARPGROUP)
 
 
-def turns(gemm: cutlass.Constexpr, width: int) -> list[range]:
-    """Chunks of 8 rows of each turn of a tile of `width` rows."""
-    step = gemm.turn_rows // 8
+def batches(gemm: cutlass.Constexpr, width: int) -> list[range]:
+    """Chunks of 8 rows of each batch of a tile of `width` rows."""
+    step = gemm.batch_rows // 8
     return [range(first, min(first + step, width // 8)) for first in range(0, width // 8, step)]
 
 
@@ -47,15 +47,15 @@ def value_at(gemm: cutlass.Constexpr, width: int, part: int, chunk: int) -> tupl
 
 @cute.jit
 def put(gemm: cutlass.Constexpr, base: Int32, math: MathThread, place: cutlass.Constexpr, word: Int32, values: list):
-    """Store one value of each of this thread's two rows in chunk `place` of the turn; word: where in a row."""
-    pitch = turn_pitch(gemm.halves) if gemm.paired else turn_pitch(1)
+    """Store one value of each of this thread's two rows in chunk `place` of the batch; word: where in a row."""
+    pitch = transpose_pitch(gemm.halves) if gemm.paired else transpose_pitch(1)
     for e in cutlass.range_constexpr(2):
         prims.smem_st_f32(base + 4 * ((8 * place + 2 * math.quad + e) * pitch + word), values[e])
 
 
 class Reader(NamedTuple):
-    """A thread on the way out. row: its row of a turn. part: which 16 of the row's columns it has; at: address of its
-    first pair of them; live: whether the turn has that row at all."""
+    """A thread on the way out. row: its row of a batch. part: which 16 of the row's columns it has; at: address of its
+    first pair of them; live: whether the batch has that row at all."""
 
     row: Int32
     part: Int32
@@ -73,9 +73,9 @@ def make_reader(gemm: cutlass.Constexpr, base: Int32) -> Reader:
     else:
         thread = thread % WARPGROUP
     row, part = thread // lanes, thread % lanes
-    pitch = turn_pitch(gemm.halves) if gemm.paired else turn_pitch(1)
-    at = base + 4 * (cutlass.min(row, gemm.turn_rows - 1) * pitch + part // 4 * 64 + part % 4 * 2)
-    return Reader(row, part, at, row < gemm.turn_rows)
+    pitch = transpose_pitch(gemm.halves) if gemm.paired else transpose_pitch(1)
+    at = base + 4 * (cutlass.min(row, gemm.batch_rows - 1) * pitch + part // 4 * 64 + part % 4 * 2)
+    return Reader(row, part, at, row < gemm.batch_rows)
 
 
 @cute.jit
