@@ -1,7 +1,7 @@
 """Block scales of swapped operands: one warp multiplies them, and math threads read products.
 
 With rows across a WGMMA a math thread has a quarter of all rows, thus as many scales a K block. A second warp of the
-producer warpgroup makes, for every stage, factors fp32 [groups, w_scales, tile_rows] (a row's scale times a weight
+producer warpgroup makes, for every stage, factors fp32 [groups, w_scales, table_rows] (a row's scale times a weight
 scale) in the order in which a thread reads them, four in 16 bytes. They live as long as the stage: math warps release
 it after they read them, and the warp writes them when the stage is full again.
 """
@@ -40,7 +40,7 @@ def make_factors(gemm: cutlass.Constexpr, at: Int32, place: ScalePlace, kb: Int3
                 for g in cutlass.range_constexpr(gemm.groups):
                     scale = prims.smem_ld_f32(first + (2 * pair + e) * (4 * WINDOW * gemm.groups) + 4 * g)
                     for w in cutlass.range_constexpr(gemm.w_scales):
-                        offset = 4 * (g * gemm.w_scales + w) * gemm.tile_rows + 4 * e
+                        offset = 4 * (g * gemm.w_scales + w) * gemm.table_rows + 4 * e
                         prims.smem_st_f32(to + offset, scale * weights[w])
 
 
@@ -90,10 +90,10 @@ def add(
     """
     columns = 2 * cute.size(acc)
     tables = 2 if gemm.paired else 1
-    base = at + 4 * (group * gemm.w_scales * gemm.tile_rows + part // gemm.halves * columns)
+    base = at + 4 * (group * gemm.w_scales * gemm.table_rows + part // gemm.halves * columns)
     pairs = (columns + 15) // 16
     for pair in cutlass.range_constexpr(pairs):
-        factors = [read_pair(base + 4 * w * gemm.tile_rows + PAIR * pair, columns) for w in range(tables)]
+        factors = [read_pair(base + 4 * w * gemm.table_rows + PAIR * pair, columns) for w in range(tables)]
         for i in cutlass.range_constexpr(min(columns // 8, 2)):
             for h in cutlass.range_constexpr(2):
                 for e in cutlass.range_constexpr(2):

@@ -96,7 +96,7 @@ def swapped_thread(
     if cutlass.const_expr(gemm.scaled):
         table = ring.factors + thread % 4 * 16
         if cutlass.const_expr(not gemm.paired and gemm.halves == 2):
-            table += group * (4 * gemm.tile_rows)  # FC2's warpgroups have a weight tile each, with a scale of its own
+            table += group * (4 * gemm.table_rows)  # FC2's warpgroups have a weight tile each, with a scale of its own
     row = prims.keep(thread % WARPGROUP // 32 * 16 + thread % 32 // 4)
     return MathThread(a, b, acc, acc, temp, (), temp, row, group * 64, thread % 4, group, pen, table)
 

@@ -190,9 +190,14 @@ class GemmSpec:
         return self.widths[:-1] if self.swapped else (8, 64)[: self.sharing]
 
     @property
+    def table_rows(self) -> int:
+        """Rows in a table of factors, whole pairs of 8 (gemm_factors.py)."""
+        return max(self.tile_rows, 16)
+
+    @property
     def table_bytes(self) -> int:
-        """Shared memory of a stage's factors, fp32 [groups, w_scales, tile_rows] (gemm_factors.py)."""
-        return 4 * self.groups * self.w_scales * self.tile_rows if self.scaled and self.swapped else 0
+        """Shared memory of a stage's factors, fp32 [groups, w_scales, table_rows]."""
+        return 4 * self.groups * self.w_scales * self.table_rows if self.scaled and self.swapped else 0
 
     @property
     def batch_rows(self) -> int:
