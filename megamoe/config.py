@@ -119,7 +119,8 @@ class MoEConfig:
 class Knobs:
     """How to run a problem; never changes what it computes or what travels between ranks.
 
-    tile_rows: pool rows of a GEMM tile, 64 (one math warpgroup) or 128 (two); with swap_ab 8, 16, 32, 64, 128 or 256.
+    tile_rows: pool rows of a GEMM tile, 64 (one math warpgroup) or 128 (two); with swap_ab 8, 16, 32, 64,
+        96, 128 or 256.
     tile_cols: columns of a GEMM tile, 128 or 256 (2 * intermediate and hidden must be multiples of it). FC1 with
         scale="block" and act_group=128 runs two tiles of 128 as one work item, for a scale needs both.
     mma_cols: columns of one WGMMA, 128 or 256; with 256 (accum="single" and tile_cols=256 only) it reads the rows in
@@ -149,7 +150,7 @@ class Knobs:
 
     def __post_init__(self) -> None:
         _require(type(self.swap_ab) is bool, "swap_ab", self.swap_ab, "True or False")
-        rows = (8, 16, 32, 64, 128, 256) if self.swap_ab else (64, 128)
+        rows = (8, 16, 32, 64, 96, 128, 256) if self.swap_ab else (64, 128)
         note = f"{', '.join(map(str, rows[:-1]))} or {rows[-1]}" + " with swap_ab" * self.swap_ab
         _require(type(self.tile_rows) is int and self.tile_rows in rows, "tile_rows", self.tile_rows, note)
         columns, pair = (128, 256), (1, 2)

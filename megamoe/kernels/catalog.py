@@ -43,11 +43,12 @@ WIDE_PINGPONG = tuple(Knobs(tile_rows=64, tile_cols=256, mma_cols=256, pingpong=
 
 
 SWAPPED = (
-    *(Knobs(swap_ab=True, tile_rows=rows, tile_cols=256) for rows in (8, 16, 32, 64, 128)),
-    *(Knobs(swap_ab=True, tile_rows=128, tile_cols=256, **shape) for shape in CLUSTERS[1:]),
-    Knobs(swap_ab=True, tile_rows=64, tile_cols=256, cluster_rows=2, schedule="atomic"),
+    Knobs(swap_ab=True, tile_rows=96, tile_cols=256, cluster_rows=2, schedule="atomic"),
+    *(Knobs(swap_ab=True, tile_rows=rows, tile_cols=256) for rows in (8, 16, 32, 64, 96, 128)),
+    *(Knobs(swap_ab=True, tile_rows=64, tile_cols=256, **shape) for shape in CLUSTERS[1:]),
+    Knobs(swap_ab=True, tile_rows=128, tile_cols=256, cluster_rows=2),
 )
-"""Swapped operands; each compiles for E4M3 block scales, the first of 128 rows in all modes."""
+"""Swapped operands; each compiles for E4M3 block scales, the first in all modes."""
 
 SWAPPED_NARROW = tuple(Knobs(swap_ab=True, tile_rows=rows) for rows in (64, 128, 256))
 """Swapped operands with tiles of 128 columns; each compiles for E4M3 and tensor scales."""
@@ -113,7 +114,7 @@ def _everything() -> Iterator[CatalogEntry]:
         for knobs in heuristics.candidates(cfg):
             yield from _gemms(cfg, max(RANKS), knobs)
         if mode["route_weight"] == "output":
-            yield from _gemms(cfg, max(RANKS), SWAPPED[4])
+            yield from _gemms(cfg, max(RANKS), SWAPPED[0])
     for knobs in (*TILES, *ATOMIC, *PINGPONG, *SWAPPED):
         yield from _gemms(MoEConfig(**V3), max(RANKS), knobs)
     for knobs in SWAPPED_NARROW:

@@ -157,7 +157,7 @@ def fc1_item(
     if cutlass.const_expr(gemm.swapped):
         stage, phase = fc1_swapped(
             *(spec, load_scale, ring, math.pen, tile, w_scale, pool_weight, act, kept, x_scale, act_scale),
-            *(stage, phase, since),
+            *(stage, phase, item, since),
         )
     elif gemm_main.has_rows(gemm, math, tile):
         stage, phase = fc1_tile(

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from . import gemm_epilogue, gemm_main, gemm_ring, gemm_tiles, gemm_transpose, prims, quantize, trace
+from . import gemm_epilogue, gemm_main, gemm_ring, gemm_scales, gemm_tiles, gemm_transpose, prims, quantize, trace
 from .trace import Phase, Role
 
 
@@ -113,6 +113,7 @@ def fc1_width(
     act_scale: Float32,
     stage: Int32,
     phase: Int32,
+    item: Int32,
     since: Int64 | None,
 ) -> tuple[Int32, Int32]:
     """Math warps: one work item of at most `width` live rows. Arguments as of fc1.fc1_tile."""
@@ -122,7 +123,8 @@ def fc1_width(
     factor = Float32(1.0)
     if cutlass.const_expr(not gemm.scaled):
         factor = x_scale * load_scale(w_scale + Int64(tile.expert) * 4)
-    stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, None)
+    place = gemm_scales.math_place(gemm, ring.scales, tile, item, math.group) if gemm.scaled else None
+    stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, place)
     stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
     since = trace.end(pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
     reader = gemm_transpose.make_reader(gemm, ring.transpose)
@@ -168,6 +170,7 @@ def fc1_swapped(
     act_scale: Float32,
     stage: Int32,
     phase: Int32,
+    item: Int32,
     since: Int64 | None,
 ) -> tuple[Int32, Int32]:
     """Math warps: one work item from stages to activation records, by the narrowest main loop that holds its live rows.
@@ -179,6 +182,6 @@ def fc1_swapped(
         if live > fewer and live <= gemm.widths[i]:
             stage, phase = fc1_width(
                 *(spec, gemm.widths[i], load_scale, ring, pen, tile, w_scale, pool_weight, act, kept),
-                *(x_scale, act_scale, stage, phase, since),
+                *(x_scale, act_scale, stage, phase, item, since),
             )
     return stage, phase

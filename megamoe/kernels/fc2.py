@@ -107,7 +107,7 @@ def fc2_item(
     gemm = spec.gemm
     if cutlass.const_expr(gemm.swapped):
         stage, phase = fc2_swapped(
-            *(spec, load_scale, ring, math.pen, tile, w_scale, pool_weight, y, act_scale, stage, phase, since)
+            *(spec, load_scale, ring, math.pen, tile, w_scale, pool_weight, y, act_scale, stage, phase, item, since)
         )
     elif gemm_main.has_rows(gemm, math, tile):
         mine = gemm_main.thread_rows(math, tile)

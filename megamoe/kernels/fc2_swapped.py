@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from . import gemm_epilogue, gemm_main, gemm_ring, gemm_tiles, gemm_transpose, prims, trace
+from . import gemm_epilogue, gemm_main, gemm_ring, gemm_scales, gemm_tiles, gemm_transpose, prims, trace
 from .trace import Phase, Role
 
 
@@ -61,13 +61,15 @@ def fc2_width(
     act_scale: Float32,
     stage: Int32,
     phase: Int32,
+    item: Int32,
     since: Int64 | None,
 ) -> tuple[Int32, Int32]:
     """Math warps: one work item of at most `width` live rows. Arguments as of fc2.fc2_tile; y: bf16 rows [.., H]."""
     gemm = spec.gemm
     thread, _, _ = cute.arch.thread_idx()
     math = gemm_main.swapped_thread(gemm, ring, thread, width, pen)
-    stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, None)
+    place = gemm_scales.math_place(gemm, ring.scales, tile, item, math.group) if gemm.scaled else None
+    stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, place)
     stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
     since = trace.end(pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
     base = ring.transpose + math.first // 64 * (gemm.transpose_bytes // 2)
@@ -103,6 +105,7 @@ def fc2_swapped(
     act_scale: Float32,
     stage: Int32,
     phase: Int32,
+    item: Int32,
     since: Int64 | None,
 ) -> tuple[Int32, Int32]:
     """Math warps: one work item from stages to bf16 rows, by the narrowest main loop that holds its live rows.
@@ -114,6 +117,6 @@ def fc2_swapped(
         if live > fewer and live <= gemm.widths[i]:
             stage, phase = fc2_width(
                 *(spec, gemm.widths[i], load_scale, ring, pen, tile, w_scale, pool_weight, y),
-                *(act_scale, stage, phase, since),
+                *(act_scale, stage, phase, item, since),
             )
     return stage, phase

@@ -2,8 +2,8 @@
 
 CTAs in a row of a cluster run neighbouring column tiles of the same rows: with two, each loads half of A for both.
 CTAs in a column run two row tiles and the same columns: each loads half of every weight tile for both. Where all
-CTAs run one row tile instead, an expert's odd last one (sched/tiles.py), each loads its own weights, and only CTAs in
-a row share A: such an item moves as many bytes a tile as a cluster of one row would.
+CTAs run one row tile instead, an expert's odd last one (sched/tiles.py), each loads its own weights, and shares A: with
+those in its row, or with a single column of CTAs with that.
 
 Source: PTX ISA, "cp.async.bulk.tensor".
 """
@@ -18,7 +18,7 @@ from cutlass import AddressSpace, Boolean, Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..config import BLOCK
-from . import gemm_factors, gemm_scales, trace
+from . import gemm_columns, gemm_scales, trace
 from .gemm_queue import Queue, init_queue, leave, make_queue, receive, request
 from .gemm_ring import FP8_TYPES, Ring, advance, init_ring, make_ring, smem_layout, tell_end, tell_tile
 from .gemm_scales import ScaleSource
@@ -41,8 +41,9 @@ PRODUCER_REGISTERS = 40
 class Operands(NamedTuple):
     """TMA of one GEMM: atoms and coordinate tensors of A [R, k] and B [experts * n, k].
 
-    alone: with two rows of CTAs, the atom and tensor of B without multicast; else (). few: an atom and tensor of A for
-    each of GemmSpec.loads. scales: None without block scales.
+    alone: with two rows of CTAs, the atom and tensor of B without multicast; else (). both: those of A for all CTAs of
+    such a cluster, where GemmSpec.shares_rows; else (). few: an atom and tensor of A for each of GemmSpec.loads.
+    scales: None without block scales.
     """
 
     atom_a: cute.CopyAtom
@@ -50,6 +51,7 @@ class Operands(NamedTuple):
     atom_b: cute.CopyAtom
     b: cute.Tensor
     alone: tuple
+    both: tuple
     few: tuple
     scales: ScaleSource | None
 
@@ -76,6 +78,7 @@ def make_operands(gemm: GemmSpec, a: Int64, b: Int64, w_scale: Int64, rows_total
         *tma(a, rows_total, gemm.pitch, gemm.tile_rows, gemm.cluster_cols),
         *tma(b, rows_b, gemm.k, BLOCK, gemm.cluster_rows),
         tuple(tma(b, rows_b, gemm.k, BLOCK, 1)) if gemm.cluster_rows > 1 else (),
+        tuple(tma(a, rows_total, gemm.pitch, gemm.tile_rows, gemm.cluster_rows)) if gemm.shares_rows else (),
         tuple(tuple(tma(a, rows_total, gemm.pitch, rows, 1)) for rows in gemm.loads),
         gemm_scales.make_source(gemm, a + gemm.k, w_scale, rows_total) if gemm.scaled else None,
     )
@@ -131,12 +134,13 @@ def row_tiles(
     tile: Tile,
     rows: cutlass.Constexpr,
     part: Int32,
+    parts: cutlass.Constexpr,
 ) -> tuple[cute.Tensor, cute.Tensor]:
-    """TMA views of part `part` (of cluster_cols) of the first `rows` rows of the ring's A, and of a tile's."""
+    """TMA views of part `part` of `parts` of the first `rows` rows of the ring's A, and of a tile's."""
     shifted = cute.domain_offset((tile.row, 0), a)
     source = cute.local_tile(shifted, (rows, BLOCK), (0, None))
     here = cute.local_tile(ring.a, (rows, BLOCK), (0, 0, None))
-    layout = cute.make_layout(gemm.cluster_cols)
+    layout = cute.make_layout(parts)
     return cpasync.tma_partition(atom, part, layout, cute.group_modes(here, 0, 2), cute.group_modes(source, 0, 2))
 
 
@@ -156,11 +160,13 @@ def produce_tile(
     item: the CTA's number of it, from 0. pen: see trace.py.
     """
     place = cluster_place(gemm)
-    to_a, from_a = row_tiles(gemm, ops.atom_a, ops.a, ring, tile, gemm.tile_rows, place[1])
+    to_a, from_a = row_tiles(gemm, ops.atom_a, ops.a, ring, tile, gemm.tile_rows, place[1], gemm.cluster_cols)
+    if cutlass.const_expr(gemm.shares_rows):
+        to_both, from_both = row_tiles(gemm, *ops.both, ring, tile, gemm.tile_rows, place[0], gemm.cluster_rows)
     live = cute.arch.make_warp_uniform(tile.end - tile.row)
     few, loaded = [], Int32(gemm.tile_rows)
     for i in cutlass.range_constexpr(len(gemm.loads) - 1, -1, -1):
-        few.insert(0, row_tiles(gemm, *ops.few[i], ring, tile, gemm.loads[i], 0))
+        few.insert(0, row_tiles(gemm, *ops.few[i], ring, tile, gemm.loads[i], 0, 1))
         if live <= gemm.loads[i]:
             loaded = Int32(gemm.loads[i])
     rows_due = gemm.stage_bytes - (gemm.tile_rows - loaded) * BLOCK
@@ -187,7 +193,14 @@ def produce_tile(
                     if loaded == gemm.loads[i]:
                         cute.copy(ops.few[i][0], few[i][1][(None, kb)], few[i][0][(None, stage)], tma_bar_ptr=full)
                 if loaded == gemm.tile_rows:
-                    cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full)
+                    alone = not tile.stacked if gemm.shares_rows else False
+                    if alone:
+                        if cutlass.const_expr(gemm.shares_rows):
+                            everybody = Int16((1 << gemm.cluster_rows) - 1)
+                            source, to = from_both[(None, kb)], to_both[(None, stage)]
+                            cute.copy(ops.both[0], source, to, tma_bar_ptr=full, mcast_mask=everybody)
+                    else:
+                        cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full)
             else:
                 mask = Int16(((1 << gemm.cluster_cols) - 1) << place[0] * gemm.cluster_cols)
                 cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full, mcast_mask=mask)
@@ -223,6 +236,8 @@ def start(
         cpasync.prefetch_descriptor(ops.atom_b)
         if cutlass.const_expr(gemm.cluster_rows > 1):
             cpasync.prefetch_descriptor(ops.alone[0])
+        if cutlass.const_expr(gemm.shares_rows):
+            cpasync.prefetch_descriptor(ops.both[0])
         for i in cutlass.range_constexpr(len(gemm.loads)):
             cpasync.prefetch_descriptor(ops.few[i][0])
         if cutlass.const_expr(gemm.scaled):
@@ -286,7 +301,7 @@ def producer_role(
                 leave(gemm, queue)
     if cutlass.const_expr(gemm.swapped and gemm.scaled):
         if cute.arch.warp_idx() == 4 * gemm.warpgroups + 1:
-            gemm_factors.factor_role(gemm, ring, schedule)
+            gemm_columns.order_role(gemm, ring, schedule)
 
 
 @cute.jit

@@ -18,7 +18,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ..config import BLOCK
-from . import gemm_factors, gemm_scales, prims, trace
+from . import gemm_columns, gemm_scales, prims, trace
 from .gemm_ring import Ring, advance, advance_item, await_turn, end_turns, hear_tile, pass_turn, release
 from .gemm_scales import ScalePlace
 from .gemm_tiles import WARPGROUP, Schedule, Tile, items_to_hear
@@ -37,7 +37,8 @@ class MathThread(NamedTuple):
 
     Swapped operands (swapped_thread): a is of its weights, b of the rows. acc and temp are fp32 [columns / 2] of 64
     weight rows times up to 128 rows each (GemmSpec.part_steps); their "rows" are weights and their "columns" rows.
-    table: this thread's place in the factors of stage 0 (gemm_factors.py), None without block scales.
+    scales: weights' only; factors as gemm_columns.read says. table: this thread's place in the ordered scales of stage
+    0, None without block scales.
     """
 
     a: Int32
@@ -92,13 +93,13 @@ def swapped_thread(
     across = (width + BLOCK - 1) // BLOCK
     acc = tuple(cute.make_rmem_tensor(width // across // 2, Float32) for _ in range(gemm.halves * across))
     temp = cute.make_rmem_tensor(width // across // 2, Float32)
-    table = None
+    table, factors, scales = None, temp, ()
     if cutlass.const_expr(gemm.scaled):
-        table = ring.factors + thread % 4 * 16
-        if cutlass.const_expr(not gemm.paired and gemm.halves == 2):
-            table += group * (4 * gemm.table_rows)  # FC2's warpgroups have a weight tile each, with a scale of its own
+        table = ring.ordered + thread % 4 * 16
+        scales = (cute.make_rmem_tensor(2 if gemm.paired else 1, Float32),)
+        factors = cute.make_rmem_tensor(cute.size(scales[0]) * gemm.groups * width // 4, Float32)
     row = prims.keep(thread % WARPGROUP // 32 * 16 + thread % 32 // 4)
-    return MathThread(a, b, acc, acc, temp, (), temp, row, group * 64, thread % 4, group, pen, table)
+    return MathThread(a, b, acc, acc, temp, scales, factors, row, group * 64, thread % 4, group, pen, table)
 
 
 @cute.jit
@@ -263,7 +264,7 @@ def await_stage(
     kb: Int32 | int,
 ):
     """Wait for K block kb in `stage` and start to read its scales, if any, to math.scales; with swapped operands wait
-    for its factors instead."""
+    until they are in order instead."""
     trace.mbarrier_wait(math.pen, ring.full + stage, phase)
     if cutlass.const_expr(gemm.scaled and gemm.swapped):
         trace.mbarrier_wait(math.pen, ring.ready + stage, phase)
@@ -294,7 +295,8 @@ def add_promoted(
     if cutlass.const_expr(not gemm.scaled):
         acc.store(acc.load() + math.temp.load())
     elif cutlass.const_expr(gemm.swapped):
-        gemm_factors.add(gemm, acc, math.temp, math.table + stage * gemm.table_bytes, g, half, first)
+        at = math.table + stage * gemm.table_bytes
+        gemm_columns.add(gemm, acc, math.temp, math.factors, math.scales[0], at, g, half, len(math.acc), first)
     else:
         parts = gemm.factor_chunks(half)
         for h in cutlass.range_constexpr(2):  # all additions of a factor in a row: operands are read less often
@@ -306,6 +308,13 @@ def add_promoted(
                         at = 4 * chunks[n] + 2 * h + e
                         product = math.temp[at] * factor
                         acc[at] = product if first else acc[at] + product
+
+
+def reads_late(gemm: cutlass.Constexpr, math: MathThread) -> bool:
+    """Whether a stage is read until its last additions: scales of swapped operands that are not held, or that nothing
+    has waited for by then."""
+    parts = len(math.acc)
+    return gemm.scaled and gemm.swapped and (parts == 1 or not gemm_columns.held(2 * cute.size(math.temp), parts))
 
 
 @cute.jit
@@ -360,14 +369,18 @@ def promote_block(
     """
     groups = gemm.groups if gemm.scaled else 1
     next_stage, next_phase, next_operands = stage, phase, operands
-    late = cutlass.const_expr(gemm.scaled and gemm.swapped)  # factors are read from the stage itself
+    late = reads_late(gemm, math)
     for half in cutlass.range_constexpr(len(math.acc)):
         for g in cutlass.range_constexpr(groups):
             warpgroup.fence()
             multiply(gemm, math.temp, operands, half, 4 // groups * g, 4 // groups, False)
             warpgroup.commit_group()
-            if cutlass.const_expr(gemm.scaled and not gemm.swapped and half == 0 and g == 0):
-                multiply_scales(gemm, math)
+            if cutlass.const_expr(gemm.scaled and half == 0 and g == 0):
+                if cutlass.const_expr(gemm.swapped):
+                    at, columns = math.table + stage * gemm.table_bytes, 2 * cute.size(math.temp)
+                    gemm_columns.read(gemm, at, place, kb, columns, len(math.acc), math.factors, math.scales[0])
+                else:
+                    multiply_scales(gemm, math)
             end = cutlass.const_expr(half == len(math.acc) - 1 and g == groups - 1)
             if cutlass.const_expr(end and not last):
                 next_stage, next_phase = advance(gemm, stage, phase)
@@ -459,7 +472,7 @@ def finish_tile(
     if cutlass.const_expr(gemm.early > 0):
         hold(ring, stage, phase)
     warpgroup.wait_group(0)
-    late = cutlass.const_expr(gemm.scaled and gemm.swapped)
+    late = reads_late(gemm, math)
     if cutlass.const_expr(not late):
         release(gemm, ring, stage)
     if cutlass.const_expr(gemm.mode != "single"):

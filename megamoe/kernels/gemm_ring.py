@@ -35,7 +35,7 @@ class Ring(NamedTuple):
     """Shared memory stages: a [tile_rows, 128, stages], b [128, 128, stages * halves] (a stage's halves are
     neighbours), tiles: address of the Tile that begins at each stage; scales, None without block scales; barriers full
     and empty [stages] each; turns [GemmSpec.turn_words], with ping-pong. With swapped operands also transpose, address
-    of gemm_transpose.py's buffer, and with block scales factors, address of gemm_factors.py's tables, and barriers
+    of gemm_transpose.py's buffer, and with block scales ordered, address of gemm_columns.py's tables, and barriers
     ready [stages] for them; else None."""
 
     a: cute.Tensor
@@ -46,7 +46,7 @@ class Ring(NamedTuple):
     empty: cute.Pointer
     turns: cute.Pointer
     transpose: Int32 | None
-    factors: Int32 | None
+    ordered: Int32 | None
     ready: cute.Pointer | None
 
 
@@ -67,21 +67,21 @@ def make_ring(gemm: cutlass.Constexpr) -> Ring:
     b = smem.allocate_tensor(dtype, layout_b.outer, byte_alignment=SMEM_ALIGN, swizzle=layout_b.inner)
     scales = make_slots(gemm) if gemm.scaled else None  # right behind b: nothing is lost to its alignment
     tiles = prims.smem_addr(smem.allocate(gemm.stages * TILE_BYTES, 16))
-    transpose, factors, ready = None, None, None
+    transpose, ordered, ready = None, None, None
     if cutlass.const_expr(gemm.swapped):
         transpose = prims.smem_addr(smem.allocate(gemm.transpose_bytes, 16))
         if cutlass.const_expr(gemm.scaled):
-            factors = prims.smem_addr(smem.allocate(gemm.stages * gemm.table_bytes, 16))
+            ordered = prims.smem_addr(smem.allocate(gemm.stages * gemm.table_bytes, 16))
             ready = smem.allocate_array(Int64, gemm.stages)
     barriers = smem.allocate_array(Int64, 2 * gemm.stages + gemm.turn_words)
     empty, turns = barriers + gemm.stages, barriers + 2 * gemm.stages
-    return Ring(a, b, tiles, scales, barriers, empty, turns, transpose, factors, ready)
+    return Ring(a, b, tiles, scales, barriers, empty, turns, transpose, ordered, ready)
 
 
 @cute.jit
 def init_ring(gemm: cutlass.Constexpr, ring: Ring):
     """One thread: initialise the barriers. full: TMA's bytes; empty: one a math warp that reads the stage, of every CTA
-    of the cluster; turns: one a warp of the other math warpgroup; ready: a lane of the warp that makes factors.
+    of the cluster; turns: one a warp of the other math warpgroup; ready: a lane of the warp that orders scales.
 
     In a cluster of 2 x 2 a CTA fills stages of its row and its column only, yet awaits all four: a superset costs
     little. Nor can arrivals be taken for those of an earlier or later round of the stage. All CTAs run the same work

@@ -164,6 +164,15 @@ def place(
 
 
 @cute.jit
+def math_place(gemm: cutlass.Constexpr, slots: ScaleSlots, tile: Tile, item: Int32, group: Int32) -> ScalePlace:
+    """place for math warpgroup `group` with swapped operands: FC2's with two weight tiles have one each."""
+    at = place(gemm, slots, tile, item, 0, Int32(0))
+    if cutlass.const_expr(not gemm.paired and gemm.halves == 2):
+        at = at._replace(weights=(at.weights[0] + group * (at.weights[1] - at.weights[0]),))
+    return at
+
+
+@cute.jit
 def read(gemm: cutlass.Constexpr, at: ScalePlace, kb: Int32, rows: cute.Tensor, weights: cute.Tensor):
     """Start to read the scales of K block kb: rows[2g + h], of row half h in group g, and weights[w]."""
     for w in cutlass.range_constexpr(gemm.w_scales):

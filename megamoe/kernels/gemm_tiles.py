@@ -178,8 +178,10 @@ class GemmSpec:
     @property
     def widths(self) -> tuple[int, ...]:
         """Rows that main loops are compiled for, ascending: a tile runs the first that holds its live rows."""
-        parts = {8: 1, 16: 1, 32: 2}.get(self.tile_rows, 4) if self.swapped else 1
-        return tuple(self.tile_rows // parts * (i + 1) for i in range(parts))
+        if not self.swapped:
+            return (self.tile_rows,)
+        few = {8: (8,), 16: (16,), 32: (16, 32), 96: (48, 80, 96)}
+        return few.get(self.tile_rows, tuple(self.tile_rows * part // 4 for part in range(1, 5)))
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -190,14 +192,19 @@ class GemmSpec:
         return self.widths[:-1] if self.swapped else (8, 64)[: self.sharing]
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether CTAs in a column share the loads of rows where all run one row tile; no load has less than 8."""
+        return self.cluster_rows > 1 and self.cluster_cols == 1 and self.tile_rows >= 8 * self.cluster_rows
+
+    @property
     def table_rows(self) -> int:
-        """Rows in a table of factors, whole pairs of 8 (gemm_factors.py)."""
+        """Rows in a table of row scales, whole pairs of 8 (gemm_columns.py)."""
         return max(self.tile_rows, 16)
 
     @property
     def table_bytes(self) -> int:
-        """Shared memory of a stage's factors, fp32 [groups, w_scales, table_rows]."""
-        return 4 * self.groups * self.w_scales * self.table_rows if self.scaled and self.swapped else 0
+        """Shared memory of a stage's row scales for swapped operands, fp32 [groups, table_rows]."""
+        return 4 * self.groups * self.table_rows if self.scaled and self.swapped else 0
 
     @property
     def batch_rows(self) -> int:
@@ -324,7 +331,7 @@ class Schedule(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One work item. row: its first pool row; end: its expert's; column: its column tile (of GemmSpec.columns);
+    """One work item. row: its first pool row; end: where its rows end; column: its column tile (of GemmSpec.columns);
     index: of total_tiles, the same in all CTAs of a cluster. stacked: for the producer, with two rows of CTAs, whether
     they run two row tiles and the same column tiles, thus the same weights; else None."""
 
@@ -428,4 +435,8 @@ def find_tile(gemm: cutlass.Constexpr, schedule: Schedule, index: Int32) -> Tile
         cols, rank = gemm.cluster_cols, cluster_rank(gemm)
         m, column, both = tiles.split_pairs(local, m_tiles, gemm.n_tiles, cols, rank)
         stacked = cute.arch.make_warp_uniform(both) == 1
-    return Tile(low, schedule.start[low] + m * gemm.tile_rows, schedule.start[low + 1], column, index, stacked)
+    start, end, step = schedule.start[low], schedule.start[low + 1], gemm.tile_rows
+    if cutlass.const_expr(gemm.swapped):
+        step = tiles.even_rows(end - start, m_tiles)
+        end = cutlass.min(end, start + (m + 1) * step)
+    return Tile(low, start + m * step, end, column, index, stacked)

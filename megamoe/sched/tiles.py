@@ -46,6 +46,15 @@ def search_step(low: int, high: int, middle_value: int, wanted: int) -> tuple[in
     return low + (middle - low) * above, middle + (high - middle) * above
 
 
+def even_rows(rows: int, m_tiles: int) -> int:
+    """Rows of each row tile but the last where an expert's rows are shared out evenly, a multiple of 8.
+
+    With m_tiles = ceil(rows / tile_rows) and tile_rows a multiple of 8 it is at most tile_rows, and no tile is empty:
+    (m_tiles - 1) * tile_rows < rows.
+    """
+    return ceil_div(ceil_div(rows, m_tiles), 8) * 8
+
+
 def split_tile(local: int, m_tiles: int, n_tiles: int) -> tuple[int, int]:
     """(row tile, column tile) of an expert's tile number `local`, 0 <= local < m_tiles * n_tiles."""
     first = local // (STRIP * n_tiles) * STRIP

@@ -59,9 +59,10 @@ class Shape:
     end, for each kind (windows of row scales, work items of weight scales); stretches of `lengths` blocks repeat.
     item: K blocks of a work item, None for all. queue: slots for numbers of items to come, which CTA 0 sends to all
     (gemm_queue.py). pingpong: math warpgroups take items in turns; warps: of each, 1 where they need not be apart.
-    told: they hear of the end from the producer; k_blocks are whole items then.
+    told: they hear of the end from the producer; k_blocks are whole items then. ordered: a warp puts scales in order.
     What there is unless a fault is planted: counted and full, arrivals that `empty` and `full` count; turns, a wait for
-    the own turn; last_words, an arrival of a warp that learns of the end from its own warpgroup or the other.
+    the own turn; patient, one for scales in order; last_words, an arrival of a warp that learns of the end from its own
+    warpgroup or the other.
     """
 
     stages: int
@@ -77,6 +78,8 @@ class Shape:
     pingpong: bool = False
     warps: int = 1
     told: bool = False
+    ordered: bool = False
+    patient: bool = True
     turns: bool = True
     last_words: bool = True
     counted: int | None = None
@@ -89,8 +92,8 @@ class Shape:
 
     @property
     def parts(self) -> int:
-        """Parts of a stage that TMA brings."""
-        return self.cols + self.rows
+        """Parts of a stage that TMA brings: those of A, each in `rows` pieces, and of B."""
+        return self.cols * self.rows + self.rows
 
     @property
     def length(self) -> int:
@@ -116,14 +119,16 @@ class Shape:
 
 @dataclass
 class Stage:
-    """A stage of one CTA. holds: the K block of each part that landed ("a" in `cols` parts, "b" in `rows`). item: that
-    begins there, as the producer told it last; -1: none any more."""
+    """A stage of one CTA. holds: the K block of each part that landed (of A "a", of B "b"). item: that begins there, as
+    the producer told it last; -1: none any more. ready: as full, once scales are in order; table: of which K block."""
 
     full: Barrier
     empty: Barrier
     holds: dict[tuple[str, int], int] = field(default_factory=dict)
     readers: int = 0
     item: int | None = None
+    ready: Barrier = field(default_factory=lambda: Barrier(1))
+    table: int | None = None
 
 
 class Broken(AssertionError):
@@ -181,7 +186,29 @@ class Ring:
             for group in range(self.shape.warpgroups)
             for _ in range(self.shape.warps)
         ]
-        return [*(self._produce(cta) for cta in ctas), *math]
+        orders = [self._order(cta) for cta in ctas if self.shape.ordered]
+        return [*(self._produce(cta) for cta in ctas), *orders, *math]
+
+    def _order(self, cta: int) -> Iterator[bool]:
+        """The warp that orders scales (gemm_columns.py)."""
+        shape, at, phase, kb = self.shape, 0, 0, 0
+        while shape.told or kb < shape.k_blocks:
+            stage = self.stages[cta][at]
+            while not stage.full.passed(phase):
+                yield False
+            if kb % shape.length == 0 and stage.item == -1:
+                break
+            self._check_scales(kb, cta)
+            if stage.readers:
+                raise Broken(f"CTA {cta} stage {at}: scales of K block {kb} written while {stage.readers} warps read")
+            stage.table = kb
+            yield True
+            self._check_scales(kb, cta)
+            stage.ready.arrive()
+            yield True
+            at, phase = self._advance(at, phase)
+            kb += 1
+        self.done += 1
 
     def _produce(self, cta: int) -> Iterator[bool]:
         shape = self.shape
@@ -201,12 +228,18 @@ class Ring:
             stage.full.arrive(shape.parts + len(due))
             yield True
             self.flying += [(cta, at, ("s", kind), kb) for kind in due]
-            for peer in range(shape.cols):  # this CTA's part of A, to its row
-                self.flying.append((row * shape.cols + peer, at, ("a", col), kb))
+            alone = shape.alone >> kb & 1
+            if alone and shape.cols == 1:  # its piece of A, to its column
+                self.flying += [(peer, at, ("a", row), kb) for peer in range(shape.rows)]
+            else:  # its part of A, to its row
+                pieces = [("a", col + shape.cols * piece) for piece in range(shape.rows)]
+                self.flying += [
+                    (row * shape.cols + peer, at, part, kb) for peer in range(shape.cols) for part in pieces
+                ]
             yield True
             for peer in range(shape.rows):  # this CTA's part of B, to its column; or all of it to itself
                 shared = (peer * shape.cols + col, at, ("b", row), kb)
-                self.flying.append((cta, at, ("b", peer), kb) if shape.alone >> kb & 1 else shared)
+                self.flying.append((cta, at, ("b", peer), kb) if alone else shared)
             yield True
             at, phase = self._advance(at, phase)
             if shape.queue and inner == shape.length - 1:
@@ -252,6 +285,8 @@ class Ring:
             end = min((item + 1) * shape.length, shape.k_blocks)
             for kb in range(item * shape.length, end):
                 stage = self.stages[cta][at]
+                while shape.ordered and shape.patient and not stage.ready.passed(phase):
+                    yield False
                 stage.readers += 1
                 self._check(stage, kb, cta, at)
                 yield True
@@ -273,6 +308,11 @@ class Ring:
     def _check(self, stage: Stage, kb: int, cta: int, at: int) -> None:
         if len(stage.holds) != self.shape.parts or set(stage.holds.values()) != {kb}:
             raise Broken(f"CTA {cta} stage {at}: K block {kb} wanted, the stage holds {stage.holds}")
+        if self.shape.ordered and stage.table != kb:
+            raise Broken(f"CTA {cta} stage {at}: scales of K block {kb} wanted, the table has {stage.table}")
+        self._check_scales(kb, cta)
+
+    def _check_scales(self, kb: int, cta: int) -> None:
         for kind, slots in enumerate(self.shape.slots):
             number, _ = self.shape.stretch(kind, kb)
             if self.scales[cta][kind][number % slots] != number:
@@ -303,5 +343,5 @@ def run(shape: Shape, choose) -> None:
                 moved = True
         if not moved:
             raise Broken(f"nobody can go on: {len(agents)} agents left of a ring of {shape}")
-    if ring.done != shape.ctas * (1 + shape.warpgroups * shape.warps):
+    if ring.done != shape.ctas * (1 + shape.ordered + shape.warpgroups * shape.warps):
         raise Broken("an agent did not finish")

@@ -59,6 +59,20 @@ def test_half_as_many_slots_for_scales_are_found(pingpong: bool, stages: int, pa
             run(bad, choices(seed, 0.5))
 
 
+@given(SHAPES, st.integers(1, 6), st.booleans(), st.integers(0, 1 << 32), st.sampled_from([0.0, 0.5, 0.95]))
+def test_scales_are_in_order_when_they_are_read(shape: Shape, item: int, told: bool, seed: int, eager: float) -> None:
+    whole = max(shape.k_blocks // item, 1) * item
+    swapped = replace(shape, warpgroups=2, k_blocks=whole, item=item, told=told, ordered=True)
+    run(scaled(swapped, item, 1), choices(seed, eager))
+
+
+def test_scales_read_before_they_are_in_order_are_found() -> None:
+    shape = scaled(Shape(stages=3, k_blocks=12, ordered=True, patient=False), 4, 1)
+    with pytest.raises(Broken, match="the table has"):
+        for seed in range(100):
+            run(shape, choices(seed, 0.5))
+
+
 @given(SHAPES, st.integers(1, 6), st.integers(0, 1 << 32), st.sampled_from([0.0, 0.5, 0.95]))
 def test_items_to_come_find_room(shape: Shape, item: int, seed: int, eager: float) -> None:
     whole = max(shape.k_blocks // item, 1) * item

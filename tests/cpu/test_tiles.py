@@ -123,3 +123,11 @@ def test_granules_hold_a_row_and_no_more(row, floats):
     assert first % 16 == end % 16 == 0
     assert first <= start < first + 16 and end - 16 < start + 4 * floats <= end
     assert end - first <= tiles.most_granules(floats)
+
+
+@given(st.integers(1, 5000), st.sampled_from([8, 16, 32, 64, 96, 128, 256]))
+def test_even_rows_fit_and_leave_no_tile_empty(rows: int, tile_rows: int) -> None:
+    m_tiles = tiles.ceil_div(rows, tile_rows)
+    step = tiles.even_rows(rows, m_tiles)
+    assert step % 8 == 0 and 0 < step <= tile_rows
+    assert (m_tiles - 1) * step < rows <= m_tiles * step
