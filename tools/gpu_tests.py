@@ -49,16 +49,33 @@ class Group:
         return f"torchrun --nproc-per-node={self.ranks} -m pytest {args}" if self.ranks else f"pytest {args}"
 
 
+FP8 = ("e4m3", "e5m2")
+GEMMS = {
+    "shapes": "single_expert or (shapes and not schedule and not turns)",
+    "any": "any_rows",
+    "bits": "same_bits and (tiles or queue)",
+    "bits-others": "same_bits and not tiles and not queue",
+    "tiles": "static_tiles or atomic_schedule",
+    "wide": "wide and not pingpong",
+    "wide-turns": "wide and pingpong",
+    "turns": "shapes_with_warpgroups_in_turns",
+    "turns-modes": "turns_in_every_mode",
+    "swapped": "test_swapped_operands and 64x256",
+    "swapped-others": "test_swapped_operands and not 64x256 and not narrow and not block_mode",
+    "narrow": "narrow",
+}
+"""Names and -k of groups of tests/gpu/test_gemm.py, none longer than the longest of the others."""
+
+
+def _gemm(name: str, which: str) -> Group:
+    return Group(f"gemm-{name}", ("tests/gpu/test_gemm.py", "-k", which))
+
+
 BESIDE = (
-    Group("gemm", ("tests/gpu/test_gemm.py", "-k", "single_expert or few_sms or shapes")),
-    Group("gemm-any", ("tests/gpu/test_gemm.py", "-k", "any_rows")),
-    Group("gemm-tiles", ("tests/gpu/test_gemm.py", "-k", "other_tiles")),
-    Group("gemm-wide", ("tests/gpu/test_gemm.py", "-k", "wide")),
-    *(
-        Group(f"gemm-{fp8}-{scale}", ("tests/gpu/test_gemm.py", "-k", f"every_mode and {fp8} and {scale}"))
-        for fp8 in ("e4m3", "e5m2")
-        for scale in ("block", "tensor")
-    ),
+    *(_gemm(name, which) for name, which in GEMMS.items()),
+    *(_gemm(f"{fp8}-{scale}", f"test_every_mode and {fp8} and {scale}") for fp8 in FP8 for scale in ("block", "tensor")),
+    *(_gemm(f"middle-{fp8}-{sums}", f"middle and {fp8} and {sums}") for fp8 in FP8 for sums in ("promoted", "single")),
+    *(_gemm(f"swapped-{fp8}", f"every_block_mode and {fp8}") for fp8 in FP8),
     Group("modes-e4m3", ("tests/gpu/test_layer.py", "-k", "every_mode and e4m3")),
     Group("modes-e5m2", ("tests/gpu/test_layer.py", "-k", "every_mode and e5m2")),
     Group("layer", ("tests/gpu/test_layer.py", "-k", "not every_mode and not any_problem")),

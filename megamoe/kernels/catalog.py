@@ -48,10 +48,10 @@ SWAPPED = (
     *(Knobs(swap_ab=True, tile_rows=64, tile_cols=256, **shape) for shape in CLUSTERS[1:]),
     Knobs(swap_ab=True, tile_rows=128, tile_cols=256, cluster_rows=2),
 )
-"""Swapped operands; each compiles for E4M3 block scales, the first in all modes."""
+"""Swapped operands; each compiles for E4M3 block scales, the first in all modes of block scales."""
 
 SWAPPED_NARROW = tuple(Knobs(swap_ab=True, tile_rows=rows) for rows in (64, 128, 256))
-"""Swapped operands with tiles of 128 columns; each compiles for E4M3 and tensor scales."""
+"""Swapped operands with tiles of 128 columns; each compiles for E4M3 and tensor scales, promoted."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _everything() -> Iterator[CatalogEntry]:
             yield from _data_kernels(cfg, ranks, variants)
         for knobs in heuristics.candidates(cfg):
             yield from _gemms(cfg, max(RANKS), knobs)
-        if mode["route_weight"] == "output":
+        if mode["route_weight"] == "output" and mode["scale"] == "block":
             yield from _gemms(cfg, max(RANKS), SWAPPED[0])
     for knobs in (*TILES, *ATOMIC, *PINGPONG, *SWAPPED):
         yield from _gemms(MoEConfig(**V3), max(RANKS), knobs)

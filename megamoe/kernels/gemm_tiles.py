@@ -180,8 +180,9 @@ class GemmSpec:
         """Rows that main loops are compiled for, ascending: a tile runs the first that holds its live rows."""
         if not self.swapped:
             return (self.tile_rows,)
-        few = {8: (8,), 16: (16,), 32: (16, 32), 96: (48, 80, 96)}
-        return few.get(self.tile_rows, tuple(self.tile_rows * part // 4 for part in range(1, 5)))
+        some = {8: (8,), 16: (16,), 32: (16, 32), 64: (16, 32, 48, 64), 96: (48, 80, 96), 256: (64, 128, 192, 256)}
+        some[128] = (64, 96, 128) if self.scaled else (48, 80, 96, 128)  # scales make main loops longer to compile
+        return some[self.tile_rows]
 
     @property
     def loads(self) -> tuple[int, ...]:

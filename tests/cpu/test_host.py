@@ -10,6 +10,7 @@ from hypothesis import given
 
 import megamoe
 from megamoe import ConfigError, InputError, Knobs, MoEConfig, errors
+from megamoe.config import supported_modes
 from megamoe.forward import check_knobs
 from megamoe.inputs import check_inputs, check_out
 from megamoe.sched import heuristics
@@ -34,10 +35,16 @@ def test_knobs_are_among_the_warmed_up_ones(experts, world_size, tokens, top_k):
     assert heuristics.choose_knobs(cfg, world_size, tokens) in heuristics.candidates(cfg)
 
 
-def test_few_rows_take_small_tiles():
-    cfg = MoEConfig(7168, 2048, 256, 8, 8192)
-    assert heuristics.choose_knobs(cfg, 1, 8) == Knobs(tile_rows=64, cluster_rows=2)
-    assert heuristics.choose_knobs(cfg, 8, 8192) == Knobs(tile_rows=128, tile_cols=256, cluster_rows=2)
+def test_knobs_follow_the_rows_of_an_expert():
+    block = MoEConfig(7168, 2048, 256, 8, 8192)
+    small = Knobs(tile_rows=64, cluster_rows=2, schedule="atomic")
+    large = Knobs(tile_rows=128, tile_cols=256, cluster_rows=2, schedule="atomic")
+    for cfg in (block, replace(block, scale="tensor")):
+        middle = large if cfg.scale == "block" else replace(large, swap_ab=True)
+        want = [(8, small), (24 * 32, small), (25 * 32, middle), (208 * 32, middle), (209 * 32, large)]
+        for tokens, knobs in want:
+            assert heuristics.choose_knobs(cfg, 1, tokens) == knobs
+        assert heuristics.choose_knobs(cfg, 8, 3 * 32) == small  # as many rows as 8 times the tokens on one rank
 
 
 @pytest.mark.parametrize(
@@ -51,8 +58,13 @@ def test_tiles_follow_the_shape(hidden, intermediate, want):
     single = heuristics.large(MoEConfig(hidden, intermediate, 256, 8, 8192, scale="tensor", accum="single"))
     assert single == replace(knobs, mma_cols=want[0])
     check_knobs(cfg, 8, Knobs(tile_rows=64))
-    for chosen in heuristics.candidates(cfg):
-        check_knobs(cfg, 8, chosen)
+    for mode in supported_modes():
+        again = MoEConfig(hidden, intermediate, 256, 8, 8192, **mode)
+        for chosen in heuristics.candidates(again):
+            check_knobs(again, 8, chosen)
+        assert any(chosen.swap_ab for chosen in heuristics.candidates(again)) == (
+            want[0] == 256 and again.scale == "tensor"
+        )
     if want == (256, 1):
         with pytest.raises(ConfigError, match=r"cluster_rows = 2: .*column tiles"):
             check_knobs(cfg, 8, Knobs(tile_cols=256, cluster_rows=2))
