@@ -131,6 +131,8 @@ class Knobs:
     pingpong: with tile_rows=64, two math warpgroups take tiles in turns, so that one stores a tile's results while the
         other multiplies the next tile.
     schedule: which CTA runs which tile. "static": in turns; "atomic": whoever is free takes the next one.
+    stagger: clusters that get a work item fewer than others begin later, within the time they have to spare, so that
+        not all of them store results at once.
     swap_ab: weights become WGMMA's first operand (M) and rows its second (N), so that a tile costs what its live rows
         do, not 64 or 128. Two math warpgroups share out the tile's columns. Not with tile_rows=256 and tile_cols=256.
     stages: K blocks of 128 held in shared memory, 2 to 12; None fills it.
@@ -144,12 +146,14 @@ class Knobs:
     cluster_cols: int = 1
     pingpong: bool = False
     schedule: Literal["static", "atomic"] = "static"
+    stagger: bool = False
     swap_ab: bool = False
     stages: int | None = None
     copy_depth: int | None = None
 
     def __post_init__(self) -> None:
-        _require(type(self.swap_ab) is bool, "swap_ab", self.swap_ab, "True or False")
+        for name in ("swap_ab", "pingpong", "stagger"):
+            _require(type(getattr(self, name)) is bool, name, getattr(self, name), "True or False")
         rows = (8, 16, 32, 64, 96, 128, 256) if self.swap_ab else (64, 128)
         note = f"{', '.join(map(str, rows[:-1]))} or {rows[-1]}" + " with swap_ab" * self.swap_ab
         _require(type(self.tile_rows) is int and self.tile_rows in rows, "tile_rows", self.tile_rows, note)
@@ -168,7 +172,6 @@ class Knobs:
             )
             thin = self.tile_rows == 8 and self.cluster_cols > 1
             _require(not thin, "cluster_cols", self.cluster_cols, "1 with tile_rows=8: two CTAs can't load 4 rows each")
-        _require(type(self.pingpong) is bool, "pingpong", self.pingpong, "True or False")
         why = "swap_ab" if self.swap_ab else "tile_rows=128"
         alone = self.tile_rows == 64 and not self.swap_ab
         _require(

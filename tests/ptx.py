@@ -89,10 +89,11 @@ def check_gemm(found: CompileReport, gemm: gemm_tiles.GemmSpec) -> None:
     loads = count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx)
     shared = count(r"cp\.async\.bulk\.tensor\.2d\S*multicast", found.ptx)
     across, down = gemm.cluster_cols > 1, gemm.cluster_rows > 1
-    # Of rows, one a stage and one for each smaller number of them, and with block scales one of those; of weights, one
-    # a half, and with two rows of CTAs one more for where they share none.
-    assert loads == gemm.passes * (1 + len(gemm.loads) + gemm.scaled + gemm.halves * (2 if down else 1))
-    assert shared == gemm.passes * (across + gemm.halves * down)
+    # Of rows, one a stage, one for each smaller number of them, one where CTAs share them instead of weights, and with
+    # block scales one of those; of weights, one a half, and with two rows of CTAs one more for where they share none.
+    rows = 1 + len(gemm.loads) + gemm.shares_rows + gemm.scaled
+    assert loads == gemm.passes * (rows + gemm.halves * (2 if down else 1))
+    assert shared == gemm.passes * (across + gemm.halves * down + gemm.shares_rows)
     assert (count(r"barrier\.cluster\.wait", found.ptx) > 0) == (gemm.cluster > 1)
     # Weight scales once a work item, a plain bulk copy each.
     assert count(r"cp\.async\.bulk\.shared\S*\.global\.mbarrier", found.ptx) == gemm.scaled * gemm.w_scales
@@ -109,7 +110,7 @@ def check_fc1(found: CompileReport, spec: FC1Spec) -> None:
     check_gemm(found, spec.gemm)
     assert found.name.startswith("megamoe_fc1")
     items = spec.gemm.passes * spec.gemm.halves
-    if spec.gemm.swapped:  # each turn of each width: 16 values a thread, of one row
+    if spec.gemm.swapped:  # each batch of each width: 16 values a thread, of one row
         items = sum(len(gemm_transpose.batches(spec.gemm, width)) for width in spec.gemm.widths) / 2
     assert count(r"div\.rn\.f32", found.ptx) > 0 == count(r"div\.(approx|full)", found.ptx)
     assert count(rf"cvt\.rn\.satfinite\.{spec.gemm.fp8}x2\.f32", found.ptx) == 16 * items

@@ -73,7 +73,11 @@ def _gemm(name: str, which: str) -> Group:
 
 BESIDE = (
     *(_gemm(name, which) for name, which in GEMMS.items()),
-    *(_gemm(f"{fp8}-{scale}", f"test_every_mode and {fp8} and {scale}") for fp8 in FP8 for scale in ("block", "tensor")),
+    *(
+        _gemm(f"{fp8}-{scale}", f"test_every_mode and {fp8} and {scale}")
+        for fp8 in FP8
+        for scale in ("block", "tensor")
+    ),
     *(_gemm(f"middle-{fp8}-{sums}", f"middle and {fp8} and {sums}") for fp8 in FP8 for sums in ("promoted", "single")),
     *(_gemm(f"swapped-{fp8}", f"every_block_mode and {fp8}") for fp8 in FP8),
     Group("modes-e4m3", ("tests/gpu/test_layer.py", "-k", "every_mode and e4m3")),

@@ -112,6 +112,8 @@ def test_refusals_name_field_value_and_what_is_allowed(field: str, value: object
         ("cluster_rows", 0),
         ("cluster_rows", 4),
         ("cluster_cols", True),
+        ("stagger", 1),
+        ("swap_ab", None),
         ("pingpong", 1),
         ("pingpong", "true"),
         ("stages", 1),
@@ -130,6 +132,22 @@ def test_turns_need_tiles_of_one_warpgroup() -> None:
     assert Knobs(tile_rows=64, pingpong=True).pingpong
     with pytest.raises(ConfigError, match="pingpong = True: must be False with tile_rows=128"):
         Knobs(pingpong=True)
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("tile_rows", dict(tile_rows=48)),
+        ("tile_cols", dict(tile_rows=256, tile_cols=256)),
+        ("mma_cols", dict(tile_cols=256, mma_cols=256)),
+        ("cluster_cols", dict(tile_rows=8, cluster_cols=2)),
+        ("pingpong", dict(tile_rows=64, pingpong=True)),
+    ],
+)
+def test_swapped_operands_refuse_by_name(field: str, given: dict) -> None:
+    with pytest.raises(ConfigError, match=f"{field} = {given[field]!r}: must be ") as caught:
+        Knobs(swap_ab=True, **given)
+    assert caught.value.name == field
 
 
 def test_llama_order_is_refused_by_name() -> None:

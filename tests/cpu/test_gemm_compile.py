@@ -118,6 +118,23 @@ def test_wide_wgmmas_need_one_accumulator_and_wide_tiles(mode: dict, tile_cols: 
                 kind.from_config(cfg, 32, knobs)
 
 
+def test_swapped_operands_refuse_what_registers_cannot_hold() -> None:
+    cfg = MoEConfig(**LARGE)
+    with pytest.raises(ConfigError, match="tile_rows = 256: must be 128 or less with swap_ab and block scales"):
+        FC2Spec.from_config(cfg, 32, Knobs(swap_ab=True, tile_rows=256))
+    with pytest.raises(ConfigError, match="tile_cols = 128: must be 256 with swap_ab: fc1's scales"):
+        FC1Spec.from_config(cfg, 32, Knobs(swap_ab=True, tile_rows=64))
+    tensor = MoEConfig(**LARGE, scale="tensor")
+    assert FC1Spec.from_config(tensor, 32, Knobs(swap_ab=True, tile_rows=256)).gemm.widths == (64, 128, 192, 256)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_swapped_operands_keep_what_fc1_can_keep(debug: bool) -> None:
+    cfg, knobs = MoEConfig(**LARGE, clamp=7.0), Knobs(swap_ab=True, tile_rows=96, tile_cols=256)
+    kernel = FC1(FC1Spec.from_config(cfg, 32, knobs, debug=debug, keep_preactivation=not debug))
+    check(report(kernel), kernel.spec)
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("cols", [1, 2])
 def test_a_cluster_needs_column_tiles_for_all_its_ctas(rows: int, cols: int) -> None:
