@@ -37,8 +37,9 @@ def test_knobs_are_among_the_warmed_up_ones(experts, world_size, tokens, top_k):
 
 def test_knobs_follow_the_rows_of_an_expert():
     block = MoEConfig(7168, 2048, 256, 8, 8192)
-    small = Knobs(tile_rows=64, cluster_rows=2, schedule="atomic")
-    large = Knobs(tile_rows=128, tile_cols=256, cluster_rows=2, schedule="atomic")
+    queue = dict(schedule="atomic", stagger=True)
+    small = Knobs(tile_rows=64, cluster_rows=2, **queue)
+    large = Knobs(tile_rows=128, tile_cols=256, cluster_rows=2, **queue)
     for cfg in (block, replace(block, scale="tensor")):
         middle = large if cfg.scale == "block" else replace(large, swap_ab=True)
         want = [(8, small), (24 * 32, small), (25 * 32, middle), (208 * 32, middle), (209 * 32, large)]
