@@ -134,7 +134,8 @@ class Knobs:
     stagger: clusters that get a work item fewer than others begin later, within the time they have to spare, so that
         not all of them store results at once.
     swap_ab: weights become WGMMA's first operand (M) and rows its second (N), so that a tile costs what its live rows
-        do, not 64 or 128. Two math warpgroups share out the tile's columns. Not with tile_rows=256 and tile_cols=256.
+        do, not 64 or 128. Two math warpgroups share out the tile's columns. Not with tile_rows=256 and tile_cols=256;
+        scale="block" takes at most 96 rows with tile_cols=256, which act_group=128 needs, else 128.
     stages: K blocks of 128 held in shared memory, 2 to 12; None fills it.
     copy_depth: rows in flight a warp in pull and token-back, 2 to 8; None picks by row size.
     """

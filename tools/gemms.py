@@ -122,9 +122,10 @@ def _run_size(b: Bench, s: Setup, pool: Pool, experts: int, each: int, skew: str
     x, act, y, weights = (tensor[:rows] for tensor in pool)
     auto = heuristics.choose_knobs(cfg, 1, each * cfg.num_experts // cfg.top_k)
     knobs = {text: given or auto for text, given in b.args.settings.items()}
+    tickets = torch.zeros(2, dtype=torch.int32, device=b.device)
     run = {
-        "fc1": lambda how: kernels.fc1(x, start, pack, weights, how, out=act),
-        "fc2": lambda how: kernels.fc2(act, start, pack, weights, how, out=y),
+        "fc1": lambda how: kernels.fc1(x, start, pack, weights, how, out=act, tickets=tickets),
+        "fc2": lambda how: kernels.fc2(act, start, pack, weights, how, out=y, tickets=tickets),
     }
     read = {"fc1": (x, wire.input_format(cfg)), "fc2": (act, wire.activation_format(cfg))}
     for name in b.args.gemms:

@@ -18,12 +18,11 @@ from .memory import aligned_bytes
 if TYPE_CHECKING:
     from .world import World
 
-KEPT = ("control", "send_counts", "send_cursors")
-"""Regions that poison() leaves alone: they carry state from one forward to the next."""
-
-
 CLEARED = ("send_counts", "send_cursors", "tickets")
 """Local regions that are zero between forwards."""
+
+KEPT = ("control", *CLEARED)
+"""Regions that poison() leaves alone: they carry state from one forward to the next."""
 
 
 class Workspace:

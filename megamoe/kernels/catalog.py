@@ -45,9 +45,8 @@ WIDE_PINGPONG = tuple(Knobs(tile_rows=64, tile_cols=256, mma_cols=256, pingpong=
 
 SWAPPED = (
     Knobs(swap_ab=True, tile_rows=96, tile_cols=256, cluster_rows=2, schedule="atomic"),
-    *(Knobs(swap_ab=True, tile_rows=rows, tile_cols=256) for rows in (8, 16, 32, 64, 96, 128)),
+    *(Knobs(swap_ab=True, tile_rows=rows, tile_cols=256) for rows in (8, 16, 32, 64, 96)),
     *(Knobs(swap_ab=True, tile_rows=64, tile_cols=256, **shape) for shape in CLUSTERS[1:]),
-    Knobs(swap_ab=True, tile_rows=128, tile_cols=256, cluster_rows=2),
 )
 """Swapped operands; each compiles for E4M3 block scales, the first in all modes of block scales."""
 

@@ -165,7 +165,7 @@ def fc1_item(
             *(stage, phase, item, since),
         )
     else:
-        stage, phase = gemm_main.skip_tile(gemm, ring, math, stage, phase)
+        stage, phase = gemm_main.skip_tile(gemm, ring, math, tile, stage, phase, since)
     return stage, phase
 
 
@@ -217,7 +217,7 @@ class FC1:
             index, step, total = gemm_main.items_of(gemm, schedule, math)
             while index < total:
                 since = trace.begin(math.pen)
-                tile = gemm_main.await_tile(gemm, ring, math, stage, phase, item, index)
+                tile = gemm_main.await_tile(gemm, ring, math, stage, phase, item)
                 if cutlass.const_expr(gemm.atomic):
                     if tile.expert < 0:
                         total = index
@@ -288,12 +288,14 @@ def fc1(
     debug: bool = False,
     keep_preactivation: bool = False,
     out: Tensor | None = None,
+    tickets: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """FC1, clamp, SwiGLU and quantisation of pool rows, on torch's current stream.
 
     x_rows: uint8 [R, pitch], records of wire.input_format(cfg) (rows.pack_rows makes them), grouped by
     expert. expert_start: int32 [E_local + 1]; rows expert_start[e] to expert_start[e + 1] are expert e's.
-    weights: fp32 [R], needed with route_weight="activation". num_sms: CTAs to launch, default all SMs.
+    weights: fp32 [R], needed with route_weight="activation". num_sms: CTAs to launch, default all SMs. tickets:
+    int32 [2] of 0, which an atomic schedule leaves so; without it such a call allocates and clears its own.
     Returns uint8 [R, pitch], records of wire.activation_format(cfg) (in `out` if given). With debug also
     fp32 [R, I], the activations before they are quantised; or with keep_preactivation also bf16 [R, 2I], what
     the GEMM gives with all scales applied, before clamp and SwiGLU: gate in the first I columns, up in the
@@ -312,7 +314,7 @@ def fc1(
     spec = FC1Spec.from_config(cfg, local, knobs, debug, keep_preactivation)
     columns, dtype = (2 * cfg.intermediate, torch.bfloat16) if keep_preactivation else (cfg.intermediate, torch.float32)
     kept = torch.empty(total if debug or keep_preactivation else 0, columns, dtype=dtype, device=x_rows.device)
-    tickets = rows.tickets(knobs, x_rows.device)
+    tickets = rows.tickets(tickets, knobs, x_rows.device)
     if total:
         build.run(
             *(FC1(spec), x_rows.device),

@@ -116,7 +116,7 @@ def fc2_item(
             *(spec, load_scale, ring, math, tile, w_scale, pool_weight, act_scale, dests, stage, phase, item, since)
         )
     else:
-        stage, phase = gemm_main.skip_tile(gemm, ring, math, stage, phase)
+        stage, phase = gemm_main.skip_tile(gemm, ring, math, tile, stage, phase, since)
     return stage, phase
 
 
@@ -165,7 +165,7 @@ class FC2:
             index, step, total = gemm_main.items_of(gemm, schedule, math)
             while index < total:
                 since = trace.begin(math.pen)
-                tile = gemm_main.await_tile(gemm, ring, math, stage, phase, item, index)
+                tile = gemm_main.await_tile(gemm, ring, math, stage, phase, item)
                 if cutlass.const_expr(gemm.atomic):
                     if tile.expert < 0:
                         total = index
@@ -218,13 +218,14 @@ def fc2(
     *,
     num_sms: int | None = None,
     out: Tensor | None = None,
+    tickets: Tensor | None = None,
 ) -> Tensor:
     """FC2 of activation rows, on torch's current stream.
 
     act_rows: uint8 [R, pitch], records of wire.activation_format(cfg), as fc1 returns them. expert_start:
     int32 [E_local + 1]. weights: fp32 [R], needed with route_weight="output". num_sms: CTAs to launch,
-    default all SMs. Returns bf16 [R, H] (in `out` if given); rows of no expert are left as they were.
-    Raises InputError when an argument doesn't fit.
+    default all SMs. tickets: as of fc1. Returns bf16 [R, H] (in `out` if given); rows of no expert are left as they
+    were. Raises InputError when an argument doesn't fit.
     """
     cfg = rows.config_of(experts)
     local, total = experts.w2.shape[0], act_rows.shape[0]
@@ -234,7 +235,7 @@ def fc2(
     if out is None:
         out = torch.empty(total, cfg.hidden, dtype=torch.bfloat16, device=act_rows.device)
     rows.check("out", out, torch.bfloat16, total, cfg.hidden)
-    tickets = rows.tickets(knobs, act_rows.device)
+    tickets = rows.tickets(tickets, knobs, act_rows.device)
     if total:
         build.run(
             *(FC2(FC2Spec.from_config(cfg, local, knobs)), act_rows.device),

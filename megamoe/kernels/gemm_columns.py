@@ -22,12 +22,6 @@ PAIR = 64
 """Bytes of the scales of 16 rows, two chunks of WGMMA's columns."""
 
 
-def held(columns: int, parts: int) -> bool:
-    """Whether a math thread holds the factors of a K block for all its `parts` accumulators of `columns` rows; else it
-    reads scales again for each, because registers hold no more."""
-    return columns * parts <= 192
-
-
 @cute.jit
 def order_scales(gemm: cutlass.Constexpr, at: Int32, place: ScalePlace, kb: Int32):
     """One warp: the table of K block kb at shared address `at`. place: of the tile's first row.
@@ -54,7 +48,7 @@ def order_role(gemm: cutlass.Constexpr, ring: Ring, schedule: Schedule):
     index, step, total = items_to_hear(gemm, schedule)
     while index < total:
         cute.arch.mbarrier_wait(ring.full + stage, phase)
-        tile = hear_tile(ring, stage, index)
+        tile = hear_tile(ring, stage)
         if cutlass.const_expr(gemm.atomic):
             if tile.expert < 0:
                 total = index
@@ -88,19 +82,20 @@ def read(
     factors: cute.Tensor,
     weights: cute.Tensor,
 ):
-    """Read K block kb's weight scales, and where they are held its factors [w, group, row]: a row's scale times weight
-    scale w. at: the stage's table for this thread."""
+    """Read K block kb's weight scales, and make its factors [w, group, row]: a row's scale times weight scale w.
+
+    at: the stage's table for this thread.
+    """
     count, across = cute.size(weights), parts // gemm.halves
     for w in cutlass.range_constexpr(count):
         weights[w] = prims.smem_ld_f32(place.weights[w] + 4 * kb)
-    if cutlass.const_expr(held(columns, parts)):
-        each = columns * across // 4
-        for g in cutlass.range_constexpr(gemm.groups):
-            for pair in cutlass.range_constexpr((columns * across + 15) // 16):
-                scales = read_pair(at + 4 * g * gemm.table_rows + PAIR * pair, columns)
-                for i in cutlass.range_constexpr(len(scales)):
-                    for w in cutlass.range_constexpr(count):
-                        factors[(w * gemm.groups + g) * each + 4 * pair + i] = scales[i] * weights[w]
+    each = columns * across // 4
+    for g in cutlass.range_constexpr(gemm.groups):
+        for pair in cutlass.range_constexpr((columns * across + 15) // 16):
+            scales = read_pair(at + 4 * g * gemm.table_rows + PAIR * pair, columns)
+            for i in cutlass.range_constexpr(len(scales)):
+                for w in cutlass.range_constexpr(count):
+                    factors[(w * gemm.groups + g) * each + 4 * pair + i] = scales[i] * weights[w]
 
 
 @cute.jit
@@ -109,31 +104,22 @@ def add(
     acc: cute.Tensor,
     temp: cute.Tensor,
     factors: cute.Tensor,
-    weights: cute.Tensor,
-    at: Int32,
     group: cutlass.Constexpr,
     part: cutlass.Constexpr,
     parts: cutlass.Constexpr,
     first: cutlass.Constexpr,
 ):
-    """acc of part `part` += temp times its factors in scale group `group`; factors, weights: of read(), at as there.
+    """acc of part `part` of `parts` += temp times its factors of read() in scale group `group`; first: = instead of +=.
 
-    first: = instead of +=. FC1's gate is in the fragment's upper row halves and up in the lower ones.
+    FC1's gate is in the fragment's upper row halves and up in the lower ones.
     """
     columns = 2 * cute.size(acc)
-    count, across = cute.size(weights), parts // gemm.halves
-    strip = part // gemm.halves * columns
-    for pair in cutlass.range_constexpr((columns + 15) // 16):
-        if cutlass.const_expr(held(columns, parts)):
-            each = columns * across // 4
-            firsts = [(w * gemm.groups + group) * each + strip // 4 + 4 * pair for w in range(count)]
-            mine = [[factors[base + i] for i in range(min(columns // 4, 4))] for base in firsts]
-        else:
-            scales = read_pair(at + 4 * (group * gemm.table_rows + strip) + PAIR * pair, columns)
-            mine = [[scale * weights[w] for scale in scales] for w in range(count)]
-        for i in cutlass.range_constexpr(min(columns // 8, 2)):
-            for h in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    n = 4 * (2 * pair + i) + 2 * h + e
-                    product = temp[n] * mine[h * (count - 1)][2 * i + e]
-                    acc[n] = product if first else acc[n] + product
+    each = columns * (parts // gemm.halves) // 4
+    lower = cute.size(factors) // each - gemm.groups  # FC2 has no factors of their own for lower row halves
+    for i in cutlass.range_constexpr(columns // 8):
+        for h in cutlass.range_constexpr(2):
+            for e in cutlass.range_constexpr(2):
+                n = 4 * i + 2 * h + e
+                at = (h * lower + group) * each + part // gemm.halves * (columns // 4) + 2 * i + e
+                product = temp[n] * factors[at]
+                acc[n] = product if first else acc[n] + product

@@ -22,6 +22,7 @@ from . import gemm_columns, gemm_scales, prims, trace
 from .gemm_ring import Ring, advance, advance_item, await_turn, end_turns, hear_tile, pass_turn, release
 from .gemm_scales import ScalePlace
 from .gemm_tiles import WARPGROUP, Schedule, Tile, items_to_hear
+from .trace import Phase, Role
 
 MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are allotted at launch (256 get more)
 
@@ -143,23 +144,21 @@ def next_item(gemm: cutlass.Constexpr, stage: Int32, phase: Int32, item: Int32) 
 
 
 @cute.jit
-def await_tile(
-    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, item: Int32, index: Int32
-) -> Tile:
-    """Wait for the first stage of work item `index`, the CTA's number `item`, and learn from the producer what it is.
+def await_tile(gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, item: Int32) -> Tile:
+    """Wait for the first stage of the CTA's work item number `item`, and learn from the producer what it is.
 
     An expert below 0 says that there is none any more, once to each warp.
     """
     if cutlass.const_expr(not gemm.pingpong):
         trace.mbarrier_wait(math.pen, ring.full + stage, phase)
-        tile = hear_tile(ring, stage, index)
+        tile = hear_tile(ring, stage)
     else:
         since = trace.begin(math.pen)
         ended = await_turn(gemm, ring, math.group, item)
         if not ended:
             cute.arch.mbarrier_wait(ring.full + stage, phase)
         trace.waited(math.pen, since)
-        tile = hear_tile(ring, stage, index)
+        tile = hear_tile(ring, stage)
         if cutlass.const_expr(gemm.atomic):
             expert = tile.expert
             if ended:
@@ -186,12 +185,17 @@ def has_rows(gemm: cutlass.Constexpr, math: MathThread, tile: Tile) -> Boolean:
 
 
 @cute.jit
-def skip_tile(gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+def skip_tile(
+    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, tile: Tile, stage: Int32, phase: Int32, since: Int64 | None
+) -> tuple[Int32, Int32]:
     """Of a warpgroup without rows: hand back the stages of a work item unread. Returns the ring state after it."""
-    for _ in cutlass.range(gemm.k_blocks * gemm.passes, unroll=1):
-        trace.mbarrier_wait(math.pen, ring.full + stage, phase)
-        release(gemm, ring, stage)
-        stage, phase = advance(gemm, stage, phase)
+    for _ in cutlass.range_constexpr(gemm.passes):
+        for _ in cutlass.range(gemm.k_blocks, unroll=1):
+            trace.mbarrier_wait(math.pen, ring.full + stage, phase)
+            release(gemm, ring, stage)
+            stage, phase = advance(gemm, stage, phase)
+        since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
+    trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
     return stage, phase
 
 
@@ -287,16 +291,14 @@ def add_promoted(
     math: MathThread,
     half: cutlass.Constexpr,
     g: cutlass.Constexpr,
-    stage: Int32,
     first: cutlass.Constexpr = False,
 ):
-    """acc of a half += temp, times the scales of group g ("block"; swapped: of `stage`). first ("block"): = instead."""
+    """acc of a half += temp, times the scales of group g in "block" mode. first ("block"): = instead of +=."""
     acc = math.acc[half]
     if cutlass.const_expr(not gemm.scaled):
         acc.store(acc.load() + math.temp.load())
     elif cutlass.const_expr(gemm.swapped):
-        at = math.table + stage * gemm.table_bytes
-        gemm_columns.add(gemm, acc, math.temp, math.factors, math.scales[0], at, g, half, len(math.acc), first)
+        gemm_columns.add(gemm, acc, math.temp, math.factors, g, half, len(math.acc), first)
     else:
         parts = gemm.factor_chunks(half)
         for h in cutlass.range_constexpr(2):  # all additions of a factor in a row: operands are read less often
@@ -310,11 +312,10 @@ def add_promoted(
                         acc[at] = product if first else acc[at] + product
 
 
-def reads_late(gemm: cutlass.Constexpr, math: MathThread) -> bool:
-    """Whether a stage is read until its last additions: scales of swapped operands that are not held, or that nothing
-    has waited for by then."""
-    parts = len(math.acc)
-    return gemm.scaled and gemm.swapped and (parts == 1 or not gemm_columns.held(2 * cute.size(math.temp), parts))
+def single_batch(gemm: cutlass.Constexpr, math: MathThread) -> bool:
+    """Whether a K block with swapped operands' scales is a single batch of WGMMAs: nothing has waited for the scales
+    that were read from its stage until its additions are made."""
+    return gemm.scaled and gemm.swapped and len(math.acc) * gemm.groups == 1
 
 
 @cute.jit
@@ -369,7 +370,7 @@ def promote_block(
     """
     groups = gemm.groups if gemm.scaled else 1
     next_stage, next_phase, next_operands = stage, phase, operands
-    late = reads_late(gemm, math)
+    late = single_batch(gemm, math)
     for half in cutlass.range_constexpr(len(math.acc)):
         for g in cutlass.range_constexpr(groups):
             warpgroup.fence()
@@ -392,7 +393,7 @@ def promote_block(
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(end and not late):
                     release(gemm, ring, stage)
-                add_promoted(gemm, math, half, g, stage, first and g == 0)
+                add_promoted(gemm, math, half, g, first and g == 0)
                 if cutlass.const_expr(end and late):
                     release(gemm, ring, stage)
     return next_stage, next_phase, next_operands
@@ -472,11 +473,11 @@ def finish_tile(
     if cutlass.const_expr(gemm.early > 0):
         hold(ring, stage, phase)
     warpgroup.wait_group(0)
-    late = reads_late(gemm, math)
+    late = single_batch(gemm, math)
     if cutlass.const_expr(not late):
         release(gemm, ring, stage)
     if cutlass.const_expr(gemm.mode != "single"):
-        add_promoted(gemm, math, len(math.acc) - 1, (gemm.groups if gemm.scaled else 1) - 1, stage)
+        add_promoted(gemm, math, len(math.acc) - 1, (gemm.groups if gemm.scaled else 1) - 1)
     if cutlass.const_expr(late):
         release(gemm, ring, stage)
     return advance(gemm, stage, phase)

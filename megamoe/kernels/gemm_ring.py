@@ -139,7 +139,8 @@ def release(gemm: cutlass.Constexpr, ring: Ring, stage: Int32):
 @cute.jit
 def tell_tile(ring: Ring, stage: Int32, tile: Tile):
     """One lane of the producer, before it arrives at the full barrier of a tile's first stage: what the tile is."""
-    prims.smem_st_v4(ring.tiles + stage * TILE_BYTES, tile.expert, tile.row, tile.end, tile.column)
+    what = tile.expert << 16 | tile.column
+    prims.smem_st_v4(ring.tiles + stage * TILE_BYTES, what, tile.row, tile.end, tile.index)
 
 
 @cute.jit
@@ -149,11 +150,11 @@ def tell_end(ring: Ring, stage: Int32):
 
 
 @cute.jit
-def hear_tile(ring: Ring, stage: Int32, index: Int32) -> Tile:
-    """Math warps, at a tile's first stage once that is full: work item `index`, without a search for it."""
+def hear_tile(ring: Ring, stage: Int32) -> Tile:
+    """Warps that read stages, at a tile's first one once that is full: what the tile is, without a search for it."""
     words = prims.smem_ld_v4(ring.tiles + stage * TILE_BYTES)
-    expert, row, end, column = (cute.arch.make_warp_uniform(word) for word in words)
-    return Tile(expert, row, end, column, index, None)
+    what, row, end, index = (cute.arch.make_warp_uniform(word) for word in words)
+    return Tile(what >> 16, row, end, what & 0xFFFF, index, None)
 
 
 # ---- turns of math warpgroups (ping-pong) --------------------------------------------------------

@@ -19,7 +19,7 @@ from . import prims
 
 WARPGROUP = 128  # threads
 MOST_STAGES = 12
-TILE_BYTES = 16  # of a Tile as the producer tells it to math warps: expert, row, end, column
+TILE_BYTES = 16  # of a Tile as the producer tells it: expert and column in a word, row, end, index
 SMEM_BYTES = 227 * 1024  # what one CTA of sm_90 may use (CUDA C programming guide, compute capabilities)
 
 
@@ -187,7 +187,7 @@ class GemmSpec:
         if not self.swapped:
             return (self.tile_rows,)
         some = {8: (8,), 16: (16,), 32: (16, 32), 64: (16, 32, 48, 64), 96: (48, 80, 96), 256: (64, 128, 192, 256)}
-        some[128] = (64, 96, 128) if self.scaled else (48, 80, 96, 128)  # scales make main loops longer to compile
+        some[128] = (48, 80, 96, 128)
         return some[self.tile_rows]
 
     @property
@@ -228,7 +228,7 @@ class GemmSpec:
     def cleared(self) -> bool:
         """Whether several K blocks' sums begin at zero rather than with the first block's products: for these ptxas
         finds too few registers otherwise."""
-        return self.swapped and self.groups > 1 and self.scaled
+        return self.swapped and self.scaled and self.groups > 1
 
     def part_steps(self, part: int, columns: int) -> tuple[int, int]:
         """From the operands of a math warpgroup to those of its accumulator `part`, `columns` wide, in descriptors'
@@ -297,10 +297,10 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
     if spec.n % spec.columns:
         raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")
-    if spec.swapped and spec.scaled and knobs.tile_rows > 128:
-        raise ConfigError(
-            "tile_rows", knobs.tile_rows, "128 or less with swap_ab and block scales: registers hold no more"
-        )
+    most = 96 if knobs.tile_cols > BLOCK else 128
+    if spec.swapped and spec.scaled and knobs.tile_rows > most:
+        given = f"swap_ab, block scales and tile_cols={knobs.tile_cols}"
+        raise ConfigError("tile_rows", knobs.tile_rows, f"{most} or less with {given}: registers hold no more")
     if spec.swapped and spec.passes > 1:
         raise ConfigError(
             "tile_cols", knobs.tile_cols, f"256 with swap_ab: {name}'s scales need two weight tiles at once"
@@ -316,7 +316,7 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     while spec.smem_bytes > SMEM_BYTES:
         spec = replace(spec, stages=spec.stages - 1)
     if knobs.stages is not None and knobs.stages > spec.stages:
-        given = f"tile_rows = {knobs.tile_rows}, tile_cols = {knobs.tile_cols} and {spec.experts} experts a rank"
+        given = f"these tiles, this schedule and {spec.experts} experts a rank"
         raise ConfigError("stages", knobs.stages, f"at most {spec.stages} with {given}")
     return replace(spec, stages=knobs.stages or spec.stages)
 

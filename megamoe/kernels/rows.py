@@ -75,8 +75,11 @@ def ctas(like: Tensor, num_sms: int | None) -> int:
     return num_sms or torch.cuda.get_device_properties(like.device).multi_processor_count
 
 
-def tickets(knobs: Knobs, device: torch.device) -> Tensor:
-    """What an atomic schedule counts in (gemm_queue.py), cleared: int32 [2], or nothing with a static one."""
+def tickets(given: Tensor | None, knobs: Knobs, device: torch.device) -> Tensor:
+    """What an atomic schedule counts in (gemm_queue.py), int32 [2] of 0: `given`, or new; [0] with a static one."""
+    if given is not None:
+        check("tickets", given, torch.int32, 2)
+        return given
     return torch.zeros(2 if knobs.schedule == "atomic" else 0, dtype=torch.int32, device=device)
 
 

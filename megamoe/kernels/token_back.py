@@ -56,7 +56,7 @@ class TokenBack:
         self.spec = spec
 
     @cute.jit
-    def rebatch_rows(
+    def return_rows(
         self,
         ring: Ring,
         control: Int64,
@@ -126,7 +126,7 @@ class TokenBack:
         prims.fence_proxy_async()
         total = prims.ld_i32(expert_start + 4 * spec.experts_local)
         pen = trace.tracer(spec.trace, trace_at, tid // 32, tid % 32 == 0)
-        self.rebatch_rows(ring, control, deltas, total, pool_meta, pool_y, slots, pen)
+        self.return_rows(ring, control, deltas, total, pool_meta, pool_y, slots, pen)
         since = trace.begin(pen)
         cute.arch.sync_threads()
         if tid == 0:

@@ -120,12 +120,19 @@ def test_wide_wgmmas_need_one_accumulator_and_wide_tiles(mode: dict, tile_cols: 
 
 def test_swapped_operands_refuse_what_registers_cannot_hold() -> None:
     cfg = MoEConfig(**LARGE)
-    with pytest.raises(ConfigError, match="tile_rows = 256: must be 128 or less with swap_ab and block scales"):
-        FC2Spec.from_config(cfg, 32, Knobs(swap_ab=True, tile_rows=256))
+    for rows, cols, most in ((256, 128, 128), (128, 256, 96)):
+        with pytest.raises(ConfigError, match=f"tile_rows = {rows}: must be {most} or less with swap_ab, block scales"):
+            FC2Spec.from_config(cfg, 32, Knobs(swap_ab=True, tile_rows=rows, tile_cols=cols))
     with pytest.raises(ConfigError, match="tile_cols = 128: must be 256 with swap_ab: fc1's scales"):
         FC1Spec.from_config(cfg, 32, Knobs(swap_ab=True, tile_rows=64))
     tensor = MoEConfig(**LARGE, scale="tensor")
     assert FC1Spec.from_config(tensor, 32, Knobs(swap_ab=True, tile_rows=256)).gemm.widths == (64, 128, 192, 256)
+
+
+def test_swapped_operands_in_narrow_tiles_compile_with_scales_of_64_columns() -> None:
+    cfg, knobs = MoEConfig(**LARGE, act_group=64), Knobs(swap_ab=True, tile_rows=128)
+    for kernel in (FC1(FC1Spec.from_config(cfg, 32, knobs)), FC2(FC2Spec.from_config(cfg, 32, knobs))):
+        check(report(kernel), kernel.spec)
 
 
 @pytest.mark.parametrize("debug", [False, True])

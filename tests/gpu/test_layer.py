@@ -51,6 +51,20 @@ def test_every_routing(world_size, kind):
             run_and_check(cfg, moe, packs, tokens, kind, seed)
 
 
+@pytest.mark.parametrize("scale", ["block", "tensor"])
+def test_many_items_a_cluster_leave_no_tickets(scale):
+    """Forwards one after the other on the same words, with more work items than clusters."""
+    cfg = MoEConfig(**PAIRED, scale=scale)
+    with open_layer(cfg, 1, virtual=False, num_sms=8) as (_, packs, moe):
+        moe._workspace.poison()
+        for seed in range(3):
+            p = make_inputs(cfg, [cfg.max_tokens], "random", seed, DEVICE)
+            y = moe(p.xs[0], p.ids[0], p.weights[0])
+            moe.synchronize()
+            check(cfg, [y], oracle(cfg, packs, p))
+            assert not moe._workspace.tensor(0, "tickets", torch.int32, (2, 2)).any()
+
+
 @pytest.mark.parametrize("clamp", [None, 0.5])
 @pytest.mark.parametrize("mode", [{"scale": "block"}, {"scale": "tensor"}], ids=name)
 def test_clamp(clamp, mode):

@@ -20,6 +20,7 @@ CFG = MoEConfig(hidden=512, intermediate=256, num_experts=16, top_k=4, max_token
 SMALL, LARGE = Knobs(tile_rows=64), Knobs(tile_rows=128, tile_cols=256, cluster_cols=2)
 PAIRS = Knobs(tile_rows=128, tile_cols=256, cluster_rows=2)
 TURNS = Knobs(tile_rows=64, pingpong=True)
+QUEUE = Knobs(tile_rows=128, tile_cols=256, cluster_rows=2, schedule="atomic", stagger=True)
 PHASES = {
     "stage": {Phase.COUNT, Phase.QUANTIZE},
     "exchange": {Phase.SEND, Phase.PUBLISH},
@@ -79,7 +80,7 @@ def check_well_formed(records):
             assert after["start"].min() >= before["end"].max() - TICK_NS
 
 
-@pytest.mark.parametrize("world_size,knobs", [(1, SMALL), (2, SMALL), (1, LARGE), (1, PAIRS), (1, TURNS)])
+@pytest.mark.parametrize("world_size,knobs", [(1, SMALL), (2, SMALL), (1, LARGE), (1, PAIRS), (1, TURNS), (1, QUEUE)])
 def test_a_traced_forward(world_size, knobs):
     buffers = make_buffers(world_size)
     with open_layer(CFG, world_size, knobs=knobs, _traces=buffers) as (_, packs, moe):
