@@ -160,8 +160,8 @@ def install(monkeypatch):
     monkeypatch.setattr(FakeLayer, "calls", {}, raising=False)
     monkeypatch.setattr(FakePeer, "log", [], raising=False)
     monkeypatch.setattr(build, "stream_handle", lambda device: 0)
-    monkeypatch.setattr(kernels, "fc1", lambda x, start, pack, weights, knobs, out: out)
-    monkeypatch.setattr(kernels, "fc2", lambda x, start, pack, weights, knobs, out: out.zero_())
+    monkeypatch.setattr(kernels, "fc1", lambda x, start, pack, weights, knobs, out, tickets: out)
+    monkeypatch.setattr(kernels, "fc2", lambda x, start, pack, weights, knobs, out, tickets: out.zero_())
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)  # launches write nothing
     monkeypatch.setattr(timing, "FLUSH_BYTES", 1024)
     monkeypatch.setattr(timing, "HBM_BYTES", 1024)

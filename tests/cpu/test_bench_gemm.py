@@ -27,7 +27,9 @@ class Launched:
     def __init__(self, monkeypatch):
         self.calls, self.sleeps, self.wrong = [], [], {}
         for name, spec in ("fc1", FC1Spec), ("fc2", FC2Spec):
-            monkeypatch.setattr(kernels, name, lambda *args, out, s=spec, n=name: self.launch(n, s, *args, out))
+            monkeypatch.setattr(
+                kernels, name, lambda *args, out, tickets, s=spec, n=name: self.launch(n, s, *args, out)
+            )
         monkeypatch.setattr(timing.Clock, "steps", self.steps)
 
     def launch(self, name, spec, rows, start, pack, weights, knobs, out):
@@ -81,14 +83,18 @@ def test_settings_take_turns(launched, tmp_path, capsys):
         )
     ]
     of = {(row["name"], row["impl"], row["knobs"]): row for row in rows}
+    chosen = launched.calls[1][1]  # what auto stands for at so many rows
+    assert chosen.tile_rows == 128 and chosen.schedule == "atomic"
     assert of["fc2", "megamoe", REFUSED]["skipped"].startswith("cluster_cols = 2: must be 1 for fc2")
     ours = [of["fc1", "megamoe", text] for text in ("tile_rows=128", "auto", "tile_rows=64,stages=3")]
-    assert [row["tile_rows"] for row in ours] == [128, 64, 64] and all("over_scaled_mm" in row for row in ours)
+    assert [row["tile_rows"] for row in ours] == [128, chosen.tile_rows, 64] and all(
+        "over_scaled_mm" in row for row in ours
+    )
     assert of["fc1", "scaled_mm", "tile_rows=128"]["ours_us"] == ours[0]["us"]
     assert {row["knobs"] for row in every if row["what"] != "gemm"} == {"tile_rows=128"}
     assert "tile_cols=256,cluster_cols=2" in capsys.readouterr().out  # the table has a column of settings
     turns = [knobs for name, knobs, _ in launched.calls if name == "fc1"]
-    first, auto, small = Knobs(tile_rows=128), Knobs(tile_rows=64), Knobs(tile_rows=64, stages=3)
+    first, auto, small = Knobs(tile_rows=128), chosen, Knobs(tile_rows=64, stages=3)
     assert turns[:3] == [first, auto, small]  # each once, then in turns
     assert turns[3:12] == [first, auto, small, auto, small, first, small, first, auto]
     assert turns[-1] == auto and [name for name, _, _ in launched.calls].index("fc2") == len(turns)  # fc2's input
@@ -146,7 +152,7 @@ def test_a_setting_whose_result_differs_is_not_timed(launched, tmp_path, product
 def test_a_setting_that_leaves_something_unwritten_differs(launched, monkeypatch, tmp_path):
     """What the setting before it wrote there does not count."""
 
-    def fc1(x, start, pack, weights, knobs, out):
+    def fc1(x, start, pack, weights, knobs, out, tickets):
         out[: len(out) - (knobs.tile_rows == 128)].zero_()
 
     monkeypatch.setattr(kernels, "fc1", fc1)
@@ -155,7 +161,7 @@ def test_a_setting_that_leaves_something_unwritten_differs(launched, monkeypatch
 
 
 def test_a_result_that_is_not_finite_ends_the_run(launched, monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels, "fc2", lambda *args, out: out[1:].zero_())
+    monkeypatch.setattr(kernels, "fc2", lambda *args, out, tickets: out[1:].zero_())
     with pytest.raises(RuntimeError, match="not finite with knobs auto"):
         measured(["fc2"], tmp_path)
 
