@@ -131,8 +131,6 @@ class Knobs:
     pingpong: with tile_rows=64, two math warpgroups take tiles in turns, so that one stores a tile's results while the
         other multiplies the next tile.
     schedule: which CTA runs which tile. "static": in turns; "atomic": whoever is free takes the next one.
-    stagger: clusters that get a work item fewer than others begin later, within the time they have to spare, so that
-        not all of them store results at once.
     swap_ab: weights become WGMMA's first operand (M) and rows its second (N), so that a tile costs what its live rows
         do, not 64 or 128. Two math warpgroups share out the tile's columns. Not with tile_rows=256 and tile_cols=256;
         scale="block" takes at most 96 rows with tile_cols=256, which act_group=128 needs, else 128.
@@ -147,13 +145,12 @@ class Knobs:
     cluster_cols: int = 1
     pingpong: bool = False
     schedule: Literal["static", "atomic"] = "static"
-    stagger: bool = False
     swap_ab: bool = False
     stages: int | None = None
     copy_depth: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("swap_ab", "pingpong", "stagger"):
+        for name in ("swap_ab", "pingpong"):
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "True or False")
         rows = (8, 16, 32, 64, 96, 128, 256) if self.swap_ab else (64, 128)
         note = f"{', '.join(map(str, rows[:-1]))} or {rows[-1]}" + " with swap_ab" * self.swap_ab

@@ -52,8 +52,19 @@ def threads_of(ptx: str) -> int:
     return int(re.search(r"\.reqntid (\d+)", ptx)[1])
 
 
+def one_lane_blocks(ptx: str) -> list[str]:
+    """What an elected lane runs alone: from the branch of the others to their label, or to a jump elsewhere."""
+    alone = r"elect\.sync\s+%r\d+\|(%p\d+), -1;\s*not\.pred\s+(%p\d+), \1;\s*@\2 bra\s+(\S+);"
+    blocks = []
+    for found in re.finditer(alone, ptx):
+        block = ptx[found.end() : ptx.index(f"\n{found[3]}:", found.end())]
+        blocks.append(re.split(r"\n\t(?:bra|ret)", block)[0])
+    return blocks
+
+
 def check_any(found: CompileReport) -> None:
-    """No local memory, nothing that traps, and the registers of a CTA fit an SM."""
+    """No local memory, nothing that traps, no lane alone where all are waited for; a CTA's registers fit an SM."""
+    assert not any(re.search(r"shfl\.sync|\bbar(rier)?\.", block) for block in one_lane_blocks(found.ptx))
     assert found.clean, found.remarks
     assert "trap;" not in found.ptx
     assert -(-found.registers // 8) * 8 * threads_of(found.ptx) <= REGISTER_FILE

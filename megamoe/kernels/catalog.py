@@ -34,8 +34,7 @@ WIDE = tuple(Knobs(tile_rows=r, tile_cols=256, mma_cols=256, **shape) for r in (
 """The same of WGMMAs of 256 columns; each compiles for E4M3 and accum "single"."""
 
 ATOMIC = tuple(Knobs(tile_cols=256, schedule="atomic", **shape) for shape in CLUSTERS)
-ATOMIC += tuple(Knobs(tile_cols=256, cluster_rows=2, stagger=True, schedule=how) for how in ("static", "atomic"))
-"""An atomic schedule, or a staggered start; each compiles for E4M3 block scales."""
+"""An atomic schedule; each compiles for E4M3 block scales."""
 PINGPONG = tuple(Knobs(tile_rows=64, tile_cols=c, pingpong=True, **shape) for c in (128, 256) for shape in CLUSTERS)
 PINGPONG += (Knobs(tile_rows=64, tile_cols=256, pingpong=True, schedule="atomic", cluster_rows=2),)
 """Math warpgroups in turns; each compiles for E4M3 block scales."""
@@ -99,7 +98,6 @@ def _gemms(cfg: MoEConfig, ranks: int, knobs: Knobs) -> Iterator[CatalogEntry]:
     tile = f"tile{knobs.tile_rows}x{knobs.tile_cols} cluster{knobs.cluster_rows}x{knobs.cluster_cols}"
     tile += " swapped" * knobs.swap_ab + " wide" * (knobs.mma_cols > 128)
     tile += " pingpong" * knobs.pingpong + " atomic" * (knobs.schedule == "atomic")
-    tile += " staggered" * knobs.stagger
     mode = f"{_number_format(cfg)} {cfg.route_weight} H{cfg.hidden} I{cfg.intermediate} {tile}"
     yield _entry("fc1", mode, FC1, FC1Spec.from_config(cfg, local, knobs))
     yield _entry("fc2", mode, FC2, FC2Spec.from_config(cfg, local, knobs))

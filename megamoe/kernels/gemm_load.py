@@ -18,7 +18,7 @@ from cutlass import AddressSpace, Boolean, Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..config import BLOCK
-from . import gemm_columns, gemm_scales, prims, trace
+from . import gemm_columns, gemm_scales, trace
 from .gemm_queue import Queue, init_queue, leave, make_queue, receive, request
 from .gemm_ring import FP8_TYPES, Ring, advance, init_ring, make_ring, smem_layout, tell_end, tell_tile
 from .gemm_scales import ScaleSource
@@ -217,23 +217,6 @@ def produce_tile(
     return stage, phase
 
 
-@cute.jit
-def stagger(gemm: cutlass.Constexpr, total: Int32):
-    """Producer warp, before its first work item: wait a part of an item's time in clusters that get one fewer.
-
-    Otherwise all clusters, which take equally long for an item, stay within a tenth of its time of each other, store
-    results at once, and wait for L2 together. With less than 4 items each, or as many for all, nobody waits.
-    """
-    block, _, _ = cute.arch.block_idx()
-    grid, _, _ = cute.arch.grid_dim()
-    cluster, clusters = block // gemm.cluster, grid // gemm.cluster
-    more = total % clusters
-    if total >= 4 * clusters and more > 0 and cluster >= more:
-        until = prims.globaltimer() + Int64((cluster - more) * gemm.item_ns // (clusters - more))
-        while prims.globaltimer() < until:
-            prims.nanosleep(Int32(100))
-
-
 # ---- roles ---------------------------------------------------------------------------------------
 
 
@@ -297,8 +280,6 @@ def producer_role(
         stage, phase, item = Int32(0), Int32(0), Int32(0)
         index, step = first_item(gemm)
         total = total_tiles(gemm, schedule)
-        if cutlass.const_expr(gemm.stagger):
-            stagger(gemm, total)
         while index < total:
             tile = find_tile(gemm, schedule, index)
             if cutlass.const_expr(gemm.atomic):

@@ -163,7 +163,7 @@ def await_tile(gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int
             expert = tile.expert
             if ended:
                 expert = Int32(-1)
-            if expert < 0:
+            elif expert < 0:
                 end_turns(gemm, ring, math.group)
             tile = tile._replace(expert=expert)
     return tile

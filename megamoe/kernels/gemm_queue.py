@@ -39,7 +39,7 @@ def make_queue(gemm: cutlass.Constexpr, tickets: Int64) -> Queue:
 
 @cute.jit
 def init_queue(gemm: cutlass.Constexpr, queue: Queue):
-    """One thread: initialise the barriers: the own producer arrives once and expects the item's bytes."""
+    """One thread: initialise the barriers: the own producer arrives once, in a cluster expecting the item's bytes."""
     for slot in cutlass.range_constexpr(gemm.queue_slots):
         cute.arch.mbarrier_init(queue.full + slot, 1)
 
@@ -60,13 +60,17 @@ def request(gemm: cutlass.Constexpr, queue: Queue, item: Int32):
     GemmSpec.queue_slots says why the slot is free.
     """
     slot = item & (gemm.queue_slots - 1)
-    cute.arch.mbarrier_arrive_and_expect_tx(queue.full + slot, 4)
-    if first_cta(gemm):
-        grid, _, _ = cute.arch.grid_dim()
-        following = grid // gemm.cluster + prims.atom_add_i32(queue.tickets, Int32(1))
-        at, barrier = queue.items + 4 * slot, prims.smem_addr(queue.full + slot)
-        for cta in cutlass.range_constexpr(gemm.cluster):
-            prims.send_i32(prims.peer_smem(at, cta), following, prims.peer_smem(barrier, cta))
+    grid, _, _ = cute.arch.grid_dim()
+    at, barrier = queue.items + 4 * slot, queue.full + slot
+    if cutlass.const_expr(gemm.cluster == 1):
+        prims.smem_st(at, grid + prims.atom_add_i32(queue.tickets, Int32(1)))
+        cute.arch.mbarrier_arrive(barrier)
+    else:
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4)
+        if first_cta(gemm):
+            following = grid // gemm.cluster + prims.atom_add_i32(queue.tickets, Int32(1))
+            for cta in cutlass.range_constexpr(gemm.cluster):
+                prims.send_i32(prims.peer_smem(at, cta), following, prims.peer_smem(prims.smem_addr(barrier), cta))
 
 
 @cute.jit

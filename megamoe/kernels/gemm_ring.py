@@ -99,7 +99,7 @@ def init_ring(gemm: cutlass.Constexpr, ring: Ring):
         for group in cutlass.range_constexpr(gemm.turns):
             cute.arch.mbarrier_init(ring.turns + group, 4)
         if cutlass.const_expr(gemm.atomic):
-            prims.smem_st(prims.smem_addr(ring.turns + gemm.turns), Int32(0))
+            prims.smem_st_i64(prims.smem_addr(ring.turns + gemm.turns), Int64(0))
     cute.arch.mbarrier_init_fence()
 
 
@@ -163,14 +163,14 @@ def hear_tile(ring: Ring, stage: Int32) -> Tile:
 @cute.jit
 def await_turn(gemm: cutlass.Constexpr, ring: Ring, group: Int32, item: Int32) -> Boolean:
     """Math warps: wait for the turn of warpgroup `group` to run the CTA's item number `item`, its own. Returns whether
-    the end has been heard.
+    the other one has heard of the end.
 
     The first warpgroup's first turn is the parity before the first phase, which counts as over.
     """
     cute.arch.mbarrier_wait(ring.turns + group, (item // 2 + 1 - group) % 2)
     ended = Boolean(False)
     if cutlass.const_expr(gemm.atomic):
-        ended = cute.arch.make_warp_uniform(prims.smem_ld(prims.smem_addr(ring.turns + gemm.turns))) != 0
+        ended = cute.arch.make_warp_uniform(prims.smem_ld(prims.smem_addr(ring.turns + gemm.turns) + 4 * group)) != 0
     return ended
 
 
@@ -183,10 +183,10 @@ def pass_turn(gemm: cutlass.Constexpr, ring: Ring, group: Int32):
 
 @cute.jit
 def end_turns(gemm: cutlass.Constexpr, ring: Ring, group: Int32):
-    """As pass_turn, of a warpgroup that has heard of the end: let the other one know, for it is told at one stage only.
-
-    All its warps must come here, also one that learns from a faster one: the other's turn counts them.
-    """
+    """As pass_turn, of a warpgroup that has heard of the end, all its warps: let the other one know, for the producer
+    tells it at one stage only. Each has a word that only the other writes, so none is read while it is written."""
+    first = cute.arch.warp_idx() % 4 == 0  # not below: all lanes take part in it
     if cute.arch.lane_idx() == 0:
-        prims.smem_st(prims.smem_addr(ring.turns + gemm.turns), Int32(1))
+        if first:
+            prims.smem_st(prims.smem_addr(ring.turns + gemm.turns) + 4 * (1 - group), Int32(1))
         cute.arch.mbarrier_arrive(ring.turns + (1 - group))

@@ -44,7 +44,7 @@ class GemmSpec:
     | 256 | both | 2 | 1 |
 
     pingpong: two math warpgroups take a CTA's work items in turns, each alone.
-    atomic: work items go to whoever is free (gemm_queue.py), not in turns. stagger: see gemm_load.stagger.
+    atomic: work items go to whoever is free (gemm_queue.py), not in turns.
     cluster_rows, cluster_cols: CTAs of a cluster down and across, 1 or 2 each; CTA r of it has
     row r // cluster_cols and column r % cluster_cols.
     """
@@ -64,7 +64,6 @@ class GemmSpec:
     cluster_cols: int
     pingpong: bool
     atomic: bool
-    stagger: bool
     swapped: bool
     tile_rows: int
     stages: int
@@ -89,11 +88,6 @@ class GemmSpec:
     def columns(self) -> int:
         """Columns of a work item."""
         return BLOCK * self.passes * self.halves
-
-    @property
-    def item_ns(self) -> int:
-        """About how long a work item takes: 4096 products a cycle of an SM at 1.5 GHz, all rows live."""
-        return self.passes * self.k_blocks * self.halves * self.tile_rows * BLOCK * BLOCK // 4096 * 2 // 3
 
     @property
     def cluster(self) -> int:
@@ -244,8 +238,8 @@ class GemmSpec:
 
     @property
     def turn_words(self) -> int:
-        """8-byte words of shared memory for turns: a barrier each, and with an atomic schedule whether the end was
-        heard (gemm_ring.end_turns)."""
+        """8-byte words of shared memory for turns: a barrier each, and with an atomic schedule for each whether the
+        other has heard of the end (gemm_ring.end_turns)."""
         return self.turns + self.atomic if self.pingpong else 0
 
     @property
@@ -293,7 +287,7 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     passes = fixed.pop("passes") // halves or 1
     shape = dict(halves=halves, passes=passes, mma_cols=knobs.mma_cols, tile_rows=knobs.tile_rows)
     shape |= dict(cluster_rows=knobs.cluster_rows, cluster_cols=knobs.cluster_cols, atomic=knobs.schedule == "atomic")
-    shape |= dict(pingpong=knobs.pingpong, stagger=knobs.stagger, swapped=knobs.swap_ab)
+    shape |= dict(pingpong=knobs.pingpong, swapped=knobs.swap_ab)
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
     if spec.n % spec.columns:
         raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ..config import Knobs, MoEConfig
 
 # Knobs are made here once: a forward only picks.
-_QUEUE = dict(schedule="atomic", stagger=True)
+_QUEUE = dict(schedule="atomic")
 
 SMALL, SMALL_PAIRS = (Knobs(tile_rows=64, cluster_rows=pair, **_QUEUE) for pair in (1, 2))
 """64-row tiles, which waste least where weights bound the time. Pairs of CTAs share the weights of an expert that got

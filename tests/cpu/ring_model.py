@@ -61,8 +61,8 @@ class Shape:
     (gemm_queue.py). pingpong: math warpgroups take items in turns; warps: of each, 1 where they need not be apart.
     told: they hear of the end from the producer; k_blocks are whole items then. ordered: a warp puts scales in order.
     What there is unless a fault is planted: counted and full, arrivals that `empty` and `full` count; turns, a wait for
-    the own turn; patient, one for scales in order; last_words, an arrival of a warp that learns of the end from its own
-    warpgroup or the other.
+    the own turn; patient, one for scales in order; last_words, an arrival at the end of warps that only
+    hear of it.
     """
 
     stages: int
@@ -147,7 +147,7 @@ class Ring:
         self.scales = [[[-1] * slots for slots in shape.slots] for _ in range(shape.ctas)]
         self.queues: list[list[int | None]] = [[None] * shape.queue for _ in range(shape.ctas)]
         self.turns = [[Barrier(shape.warps), Barrier(shape.warps)] for _ in range(shape.ctas)]
-        self.ended = [False] * shape.ctas
+        self.ended = [[False, False] for _ in range(shape.ctas)]
         self.flying: list[tuple[int, int, tuple[str, int], int]] = []
         self.done = 0
 
@@ -181,10 +181,10 @@ class Ring:
         """The producers and math warpgroups of each CTA. An agent yields whether it can go on."""
         ctas = range(self.shape.ctas)
         math = [
-            self._math(cta, group)
+            self._math(cta, group, warp)
             for cta in ctas
             for group in range(self.shape.warpgroups)
-            for _ in range(self.shape.warps)
+            for warp in range(self.shape.warps)
         ]
         orders = [self._order(cta) for cta in ctas if self.shape.ordered]
         return [*(self._produce(cta) for cta in ctas), *orders, *math]
@@ -258,7 +258,7 @@ class Ring:
             yield True
         self.done += 1
 
-    def _math(self, cta: int, group: int) -> Iterator[bool]:
+    def _math(self, cta: int, group: int, warp: int) -> Iterator[bool]:
         shape = self.shape
         step = 2 if shape.pingpong else 1
         first = group * shape.length if shape.pingpong else 0
@@ -268,16 +268,15 @@ class Ring:
             if shape.pingpong and shape.turns:
                 while not self.turns[cta][group].passed((item // 2 & 1) ^ (1 - group)):
                     yield False
-                if self.ended[cta]:
-                    if shape.last_words:
-                        self.flying.append((cta, 1 - group, ("t", 0), 0))
+                if self.ended[cta][group]:
                     break
             while not self.stages[cta][at].full.passed(phase):
                 yield False
             told = self.stages[cta][at].item
             if shape.told and told == -1:
-                self.ended[cta] = True
-                if shape.pingpong:
+                if warp == 0:
+                    self.ended[cta][1 - group] = True
+                if shape.pingpong and (warp == 0 or shape.last_words):
                     self.flying.append((cta, 1 - group, ("t", 0), 0))
                 break
             if told != item:

@@ -112,7 +112,6 @@ def test_refusals_name_field_value_and_what_is_allowed(field: str, value: object
         ("cluster_rows", 0),
         ("cluster_rows", 4),
         ("cluster_cols", True),
-        ("stagger", 1),
         ("swap_ab", None),
         ("pingpong", 1),
         ("pingpong", "true"),

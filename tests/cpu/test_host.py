@@ -37,7 +37,7 @@ def test_knobs_are_among_the_warmed_up_ones(experts, world_size, tokens, top_k):
 
 def test_knobs_follow_the_rows_of_an_expert():
     block = MoEConfig(7168, 2048, 256, 8, 8192)
-    queue = dict(schedule="atomic", stagger=True)
+    queue = dict(schedule="atomic")
     small = Knobs(tile_rows=64, cluster_rows=2, **queue)
     large = Knobs(tile_rows=128, tile_cols=256, cluster_rows=2, **queue)
     for cfg in (block, replace(block, scale="tensor")):

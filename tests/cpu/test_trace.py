@@ -38,8 +38,8 @@ if str(TOOLS) not in sys.path:
 timeline = importlib.import_module("timeline")
 tool = importlib.import_module("tools.trace")
 
-CLOCKS = {"stage": 1, "pull": 1, "reduce": 1, "fc1": 3, "fc2": 3}
-"""Reads of the clock in an untraced kernel: stage sets the deadline, pull and reduce keep to it, GEMMs stagger."""
+CLOCKS = {"stage": 1, "pull": 1, "reduce": 1}
+"""Reads of the clock in an untraced kernel: stage sets the deadline, pull and reduce hold waits to it."""
 
 # ---- kernels -------------------------------------------------------------------------------------
 

@@ -132,7 +132,6 @@ def check_fc2(cfg, pack, counts, seed, knobs, extra_rows=0):
 
 def tile_name(knobs):
     how = "-swapped" * knobs.swap_ab + "-pingpong" * knobs.pingpong + "-atomic" * (knobs.schedule == "atomic")
-    how += "-staggered" * knobs.stagger
     return f"{knobs.tile_rows}x{knobs.tile_cols}-{knobs.cluster_rows}x{knobs.cluster_cols}{how}"
 
 

@@ -20,7 +20,7 @@ CFG = MoEConfig(hidden=512, intermediate=256, num_experts=16, top_k=4, max_token
 SMALL, LARGE = Knobs(tile_rows=64), Knobs(tile_rows=128, tile_cols=256, cluster_cols=2)
 PAIRS = Knobs(tile_rows=128, tile_cols=256, cluster_rows=2)
 TURNS = Knobs(tile_rows=64, pingpong=True)
-QUEUE = Knobs(tile_rows=128, tile_cols=256, cluster_rows=2, schedule="atomic", stagger=True)
+QUEUE = Knobs(tile_rows=128, tile_cols=256, cluster_rows=2, schedule="atomic")
 PHASES = {
     "stage": {Phase.COUNT, Phase.QUANTIZE},
     "exchange": {Phase.SEND, Phase.PUBLISH},
