@@ -82,7 +82,8 @@ BESIDE = (
     *(_gemm(f"swapped-{fp8}", f"every_block_mode and {fp8}") for fp8 in FP8),
     Group("modes-e4m3", ("tests/gpu/test_layer.py", "-k", "every_mode and e4m3")),
     Group("modes-e5m2", ("tests/gpu/test_layer.py", "-k", "every_mode and e5m2")),
-    Group("layer", ("tests/gpu/test_layer.py", "-k", "not every_mode and not any_problem")),
+    Group("routing", ("tests/gpu/test_layer.py", "-k", "every_routing")),
+    Group("layer", ("tests/gpu/test_layer.py", "-k", "not every_mode and not any_problem and not every_routing")),
     Group("problems", ("tests/gpu/test_layer.py", "-k", "any_problem")),
     Group("data", ("tests/gpu/test_data_kernels.py", "tests/gpu/test_examples.py")),
 )
