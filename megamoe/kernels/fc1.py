@@ -222,22 +222,8 @@ class FC1:
                     if tile.expert < 0:
                         total = index
                 if index < total:
-                    stage, phase = fc1_item(
-                        *(
-                            spec,
-                            prims.ld_weak_f32,
-                            ring,
-                            math,
-                            tile,
-                            w_scale,
-                            pool_weight,
-                            act,
-                            kept,
-                            x_scale,
-                            act_scale,
-                        ),
-                        *(stage, phase, item, since),
-                    )
+                    args = (w_scale, pool_weight, act, kept, x_scale, act_scale, stage, phase, item, since)
+                    stage, phase = fc1_item(spec, prims.ld_weak_f32, ring, math, tile, *args)
                 stage, phase, item = gemm_main.next_item(gemm, stage, phase, item)
                 index += step
         if cutlass.const_expr(gemm.cluster > 1):

@@ -312,10 +312,10 @@ def add_promoted(
                         acc[at] = product if first else acc[at] + product
 
 
-def single_batch(gemm: cutlass.Constexpr, math: MathThread) -> bool:
-    """Whether a K block with swapped operands' scales is a single batch of WGMMAs: nothing has waited for the scales
-    that were read from its stage until its additions are made."""
-    return gemm.scaled and gemm.swapped and len(math.acc) * gemm.groups == 1
+def reads_late(gemm: cutlass.Constexpr, math: MathThread) -> bool:
+    """Whether a K block with swapped operands' scales goes into a single accumulator: then some of the scales that were
+    read from its stage may not have been waited for until its last additions are made."""
+    return gemm.scaled and gemm.swapped and len(math.acc) == 1
 
 
 @cute.jit
@@ -370,7 +370,7 @@ def promote_block(
     """
     groups = gemm.groups if gemm.scaled else 1
     next_stage, next_phase, next_operands = stage, phase, operands
-    late = single_batch(gemm, math)
+    late = reads_late(gemm, math)
     for half in cutlass.range_constexpr(len(math.acc)):
         for g in cutlass.range_constexpr(groups):
             warpgroup.fence()
@@ -473,7 +473,7 @@ def finish_tile(
     if cutlass.const_expr(gemm.early > 0):
         hold(ring, stage, phase)
     warpgroup.wait_group(0)
-    late = single_batch(gemm, math)
+    late = reads_late(gemm, math)
     if cutlass.const_expr(not late):
         release(gemm, ring, stage)
     if cutlass.const_expr(gemm.mode != "single"):
