@@ -60,17 +60,18 @@ def request(gemm: cutlass.Constexpr, queue: Queue, item: Int32):
     GemmSpec.queue_slots says why the slot is free.
     """
     slot = item & (gemm.queue_slots - 1)
-    grid, _, _ = cute.arch.grid_dim()
-    at, barrier = queue.items + 4 * slot, queue.full + slot
     if cutlass.const_expr(gemm.cluster == 1):
-        prims.smem_st(at, grid + prims.atom_add_i32(queue.tickets, Int32(1)))
-        cute.arch.mbarrier_arrive(barrier)
+        grid, _, _ = cute.arch.grid_dim()
+        prims.smem_st(queue.items + 4 * slot, grid + prims.atom_add_i32(queue.tickets, Int32(1)))
+        cute.arch.mbarrier_arrive(queue.full + slot)
     else:
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4)
+        cute.arch.mbarrier_arrive_and_expect_tx(queue.full + slot, 4)
         if first_cta(gemm):
+            grid, _, _ = cute.arch.grid_dim()
             following = grid // gemm.cluster + prims.atom_add_i32(queue.tickets, Int32(1))
+            at, barrier = queue.items + 4 * slot, prims.smem_addr(queue.full + slot)
             for cta in cutlass.range_constexpr(gemm.cluster):
-                prims.send_i32(prims.peer_smem(at, cta), following, prims.peer_smem(prims.smem_addr(barrier), cta))
+                prims.send_i32(prims.peer_smem(at, cta), following, prims.peer_smem(barrier, cta))
 
 
 @cute.jit
