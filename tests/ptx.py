@@ -94,7 +94,7 @@ def check_gemm(found: CompileReport, gemm: gemm_tiles.GemmSpec) -> None:
     wgmma = count(r"wgmma\.mma_async", found.ptx)
     wide = {gemm.mma_cols}
     if gemm.swapped:
-        wide = {width // -(-width // 128) for width in gemm.widths}
+        wide = {gemm_tiles.split_width(width)[1] for width in gemm.widths}
     each = [count(rf"wgmma\.mma_async\.sync\.aligned\.m64n{n}k32\.f32\.{fp8}\.{fp8}", found.ptx) for n in wide]
     assert wgmma == sum(each) and all(each)
     loads = count(r"cp\.async\.bulk\.tensor\.2d\S*mbarrier", found.ptx)

@@ -14,8 +14,20 @@ from torch import Tensor
 from .. import wire
 from ..config import BLOCK, Knobs, MoEConfig
 from ..errors import ConfigError
-from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_scales, gemm_tiles, prims, rows, trace
-from .fc1_swapped import fc1_swapped
+from . import (
+    build,
+    gemm_epilogue,
+    gemm_items,
+    gemm_load,
+    gemm_main,
+    gemm_ring,
+    gemm_scales,
+    gemm_tiles,
+    prims,
+    rows,
+    trace,
+)
+from .fc1_swapped import fc1_width
 from .trace import Phase, Role
 
 
@@ -92,8 +104,7 @@ def fc1_tile(
 ):
     """Math warps: one work item from stages to activation records. Returns the ring state after it.
 
-    item: the CTA's number of it, from 0. since: when the item began (trace.begin). Addresses as in FC1.ARGS.
-    load_scale(address) reads an fp32 scale.
+    Addresses as in FC1.ARGS; the others as in gemm_items.run_item.
     """
     gemm = spec.gemm
     items = gemm.passes * gemm.halves
@@ -131,41 +142,6 @@ def fc1_tile(
         dests = tuple(gemm_epilogue.row_address(kept, spec.kept_pitch, row) for row in mine)
         gemm_epilogue.store_debug(items, values, tile.column, math.quad, dests, live)
     trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
-    return stage, phase
-
-
-@cute.jit
-def fc1_item(
-    spec: cutlass.Constexpr,
-    load_scale: cutlass.Constexpr,
-    ring: gemm_ring.Ring,
-    math: gemm_main.MathThread,
-    tile: gemm_tiles.Tile,
-    w_scale: Int64,
-    pool_weight: Int64,
-    act: Int64,
-    kept: Int64,
-    x_scale: Float32,
-    act_scale: Float32,
-    stage: Int32,
-    phase: Int32,
-    item: Int32,
-    since: Int64 | None,
-) -> tuple[Int32, Int32]:
-    """fc1_tile of whatever spec, also for a warpgroup without live rows."""
-    gemm = spec.gemm
-    if cutlass.const_expr(gemm.swapped):
-        stage, phase = fc1_swapped(
-            *(spec, load_scale, ring, math.pen, tile, w_scale, pool_weight, act, kept, x_scale, act_scale),
-            *(stage, phase, item, since),
-        )
-    elif gemm_main.has_rows(gemm, math, tile):
-        stage, phase = fc1_tile(
-            *(spec, load_scale, ring, math, tile, w_scale, pool_weight, act, kept, x_scale, act_scale),
-            *(stage, phase, item, since),
-        )
-    else:
-        stage, phase = gemm_main.skip_tile(gemm, ring, math, tile, stage, phase, since)
     return stage, phase
 
 
@@ -210,22 +186,9 @@ class FC1:
         if gemm_load.is_producer(gemm):
             gemm_load.producer_role(gemm, ops, ring, schedule, queue, spec.trace, trace_at)
         else:
-            cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
-            thread, _, _ = cute.arch.thread_idx()
-            math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
-            stage, phase, item = gemm_main.first_stage(gemm, math)
-            index, step, total = gemm_main.items_of(gemm, schedule, math)
-            while index < total:
-                since = trace.begin(math.pen)
-                tile = gemm_main.await_tile(gemm, ring, math, stage, phase, item)
-                if cutlass.const_expr(gemm.atomic):
-                    if tile.expert < 0:
-                        total = index
-                if index < total:
-                    args = (w_scale, pool_weight, act, kept, x_scale, act_scale, stage, phase, item, since)
-                    stage, phase = fc1_item(spec, prims.ld_weak_f32, ring, math, tile, *args)
-                stage, phase, item = gemm_main.next_item(gemm, stage, phase, item)
-                index += step
+            args = (w_scale, pool_weight, act, kept, x_scale, act_scale)
+            run = (fc1_tile, fc1_width, prims.ld_weak_f32)
+            gemm_items.math_role(spec, *run, ring, schedule, args, trace_at)
         if cutlass.const_expr(gemm.cluster > 1):
             gemm_load.meet(gemm)  # no CTA ends while the other may still arrive at its barriers
 

@@ -57,10 +57,8 @@ def keep_batch(
     """Store gate and up of one batch into bf16 rows [2 * intermediate]; dest: address of the reader's own 16 gates."""
     for what in ("gate", "up"):
         put_batch(spec, width, what, base, math, batch, factor)
-        gemm_transpose.meet(spec.gemm, math)
-        values = gemm_transpose.take(reader)
-        gemm_transpose.meet(spec.gemm, math)
-        words = [prims.f32_pair_to_bf16(values[i], values[i + 1]) for i in range(0, 16, 2)]
+        values = gemm_transpose.take(spec.gemm, math, reader)
+        words = gemm_epilogue.bf16_words(values, None)
         if live:
             at = dest + (2 * spec.intermediate if what == "up" else 0)
             prims.st_v4(at, *words[:4])
@@ -81,10 +79,7 @@ def store_batch(
     gemm = spec.gemm
     scale = act_scale
     if cutlass.const_expr(gemm.scaled):
-        amax = Float32(0.0)
-        for i in cutlass.range_constexpr(16):
-            amax = prims.fmax(amax, prims.fabs(values[i]))
-        amax = gemm_epilogue.quad_max(amax)
+        amax = gemm_epilogue.group_amax(values, 0, 1, 0)
         if cutlass.const_expr(spec.act_group == 128):
             amax = prims.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=4))
         scale = quantize.group_scale(amax, gemm.fp8)
@@ -138,9 +133,7 @@ def fc1_width(
             at = row_kept + Int64(column) * 2
             keep_batch(spec, width, ring.transpose, math, batches[number], factor, reader, at, live)
         put_batch(spec, width, "act", ring.transpose, math, batches[number], factor)
-        gemm_transpose.meet(gemm, math)
-        values = gemm_transpose.take(reader)
-        gemm_transpose.meet(gemm, math)
+        values = gemm_transpose.take(gemm, math, reader)
         if cutlass.const_expr(spec.weighted):
             safe = cutlass.min(row, tile.end - 1)
             weight = load_scale(gemm_epilogue.row_address(pool_weight, 4, safe))
@@ -152,36 +145,4 @@ def fc1_width(
                     words = [prims.f32_to_bits(value) for value in values[i : i + 4]]
                     prims.st_v4(row_kept + Int64(column + i) * 4, *words)
     trace.end(pen, since, Role.MATH, Phase.STORE, tile.index)
-    return stage, phase
-
-
-@cute.jit
-def fc1_swapped(
-    spec: cutlass.Constexpr,
-    load_scale: cutlass.Constexpr,
-    ring: gemm_ring.Ring,
-    pen: trace.Tracer | None,
-    tile: gemm_tiles.Tile,
-    w_scale: Int64,
-    pool_weight: Int64,
-    act: Int64,
-    kept: Int64,
-    x_scale: Float32,
-    act_scale: Float32,
-    stage: Int32,
-    phase: Int32,
-    item: Int32,
-    since: Int64 | None,
-) -> tuple[Int32, Int32]:
-    """Math warps: one work item from stages to activation records, by the narrowest main loop that holds its live rows.
-    Arguments as of fc1.fc1_tile; returns the ring state after it."""
-    gemm = spec.gemm
-    live = cute.arch.make_warp_uniform(cutlass.min(tile.end - tile.row, gemm.tile_rows))
-    for i in cutlass.range_constexpr(len(gemm.widths)):
-        fewer = gemm.widths[i - 1] if i else 0
-        if live > fewer and live <= gemm.widths[i]:
-            stage, phase = fc1_width(
-                *(spec, gemm.widths[i], load_scale, ring, pen, tile, w_scale, pool_weight, act, kept),
-                *(x_scale, act_scale, stage, phase, item, since),
-            )
     return stage, phase

@@ -13,8 +13,20 @@ from torch import Tensor
 
 from .. import wire
 from ..config import Knobs, MoEConfig
-from . import build, gemm_epilogue, gemm_load, gemm_main, gemm_ring, gemm_scales, gemm_tiles, prims, rows, trace
-from .fc2_swapped import fc2_swapped
+from . import (
+    build,
+    gemm_epilogue,
+    gemm_items,
+    gemm_load,
+    gemm_main,
+    gemm_ring,
+    gemm_scales,
+    gemm_tiles,
+    prims,
+    rows,
+    trace,
+)
+from .fc2_swapped import fc2_width
 from .trace import Phase, Role
 
 
@@ -53,8 +65,8 @@ def fc2_tile(
     tile: gemm_tiles.Tile,
     w_scale: Int64,
     pool_weight: Int64,
+    y: Int64,
     act_scale: Float32,
-    dests: tuple,
     stage: Int32,
     phase: Int32,
     item: Int32,
@@ -62,11 +74,11 @@ def fc2_tile(
 ):
     """Math warps: one work item from stages to bf16 rows. Returns the ring state after it.
 
-    Addresses as in FC2.ARGS; dests: the bf16 rows [H] of this thread's two rows, stored to when live. item: the
-    CTA's number of it, from 0. since: when the item began (trace.begin). load_scale(address) reads an fp32 scale.
+    Addresses as in FC2.ARGS; the others as in gemm_items.run_item.
     """
     gemm = spec.gemm
     mine = gemm_main.thread_rows(math, tile)
+    dests = tuple(gemm_epilogue.row_address(y, 2 * gemm.n, row) for row in mine)
     safe = gemm_main.safe_rows(math, tile)
     live = tuple(gemm_epilogue.row_live(row, tile.end) for row in mine)
     factors = ()
@@ -84,39 +96,6 @@ def fc2_tile(
         column = tile.column * gemm.halves + half
         gemm_epilogue.store_output(math.acc[half], factors, column, math.quad, dests, live)
     trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
-    return stage, phase
-
-
-@cute.jit
-def fc2_item(
-    spec: cutlass.Constexpr,
-    load_scale: cutlass.Constexpr,
-    ring: gemm_ring.Ring,
-    math: gemm_main.MathThread,
-    tile: gemm_tiles.Tile,
-    w_scale: Int64,
-    pool_weight: Int64,
-    y: Int64,
-    act_scale: Float32,
-    stage: Int32,
-    phase: Int32,
-    item: Int32,
-    since: Int64 | None,
-) -> tuple[Int32, Int32]:
-    """fc2_tile of whatever spec, also for a warpgroup without live rows, to rows of y."""
-    gemm = spec.gemm
-    if cutlass.const_expr(gemm.swapped):
-        stage, phase = fc2_swapped(
-            *(spec, load_scale, ring, math.pen, tile, w_scale, pool_weight, y, act_scale, stage, phase, item, since)
-        )
-    elif gemm_main.has_rows(gemm, math, tile):
-        mine = gemm_main.thread_rows(math, tile)
-        dests = tuple(gemm_epilogue.row_address(y, 2 * gemm.n, row) for row in mine)
-        stage, phase = fc2_tile(
-            *(spec, load_scale, ring, math, tile, w_scale, pool_weight, act_scale, dests, stage, phase, item, since)
-        )
-    else:
-        stage, phase = gemm_main.skip_tile(gemm, ring, math, tile, stage, phase, since)
     return stage, phase
 
 
@@ -158,22 +137,9 @@ class FC2:
         if gemm_load.is_producer(gemm):
             gemm_load.producer_role(gemm, ops, ring, schedule, queue, spec.trace, trace_at)
         else:
-            cute.arch.setmaxregister_increase(gemm_main.MATH_REGISTERS)
-            thread, _, _ = cute.arch.thread_idx()
-            math = gemm_main.make_math_thread(gemm, ring, thread, spec.trace, trace_at)
-            stage, phase, item = gemm_main.first_stage(gemm, math)
-            index, step, total = gemm_main.items_of(gemm, schedule, math)
-            while index < total:
-                since = trace.begin(math.pen)
-                tile = gemm_main.await_tile(gemm, ring, math, stage, phase, item)
-                if cutlass.const_expr(gemm.atomic):
-                    if tile.expert < 0:
-                        total = index
-                if index < total:
-                    args = (w_scale, pool_weight, y, act_scale, stage, phase, item, since)
-                    stage, phase = fc2_item(spec, prims.ld_weak_f32, ring, math, tile, *args)
-                stage, phase, item = gemm_main.next_item(gemm, stage, phase, item)
-                index += step
+            args = (w_scale, pool_weight, y, act_scale)
+            run = (fc2_tile, fc2_width, prims.ld_weak_f32)
+            gemm_items.math_role(spec, *run, ring, schedule, args, trace_at)
         if cutlass.const_expr(gemm.cluster > 1):
             gemm_load.meet(gemm)  # no CTA ends while the other may still arrive at its barriers
 

@@ -27,22 +27,14 @@ def transpose_part(
         for h in cutlass.range_constexpr(2):
             values = [acc[at + 2 * h], acc[at + 2 * h + 1]]
             gemm_transpose.put(spec.gemm, base, math, place, math.row + 8 * h, values)
-    gemm_transpose.meet(spec.gemm, math)
-    values = gemm_transpose.take(reader)
-    gemm_transpose.meet(spec.gemm, math)
-    return values
+    return gemm_transpose.take(spec.gemm, math, reader)
 
 
 @cute.jit
-def store_part(values: list, factor: Float32, scaled: cutlass.Constexpr, dest: Int64, live: Boolean):
-    """Two runs of 8 columns, 64 bytes apart, to a bf16 row; scaled: multiply by factor first."""
+def store_part(values: list, factor: Float32 | None, dest: Int64, live: Boolean):
+    """Two runs of 8 columns, 64 bytes apart, to a bf16 row, times factor if there is one."""
     for run in cutlass.range_constexpr(2):
-        words = []
-        for i in cutlass.range_constexpr(8 * run, 8 * run + 8, 2):
-            low, high = values[i], values[i + 1]
-            if cutlass.const_expr(scaled):
-                low, high = low * factor, high * factor
-            words.append(prims.f32_pair_to_bf16(low, high))
+        words = gemm_epilogue.bf16_words(values[8 * run : 8 * run + 8], factor)
         if live:
             prims.st_v4(dest + 64 * run, *words)
 
@@ -87,36 +79,7 @@ def fc2_width(
         dest = gemm_epilogue.row_address(y, 2 * gemm.n, row) + Int64(column) * 2
         for part in cutlass.range_constexpr(gemm.halves):
             values = transpose_part(spec, width, part, base, math, batches[number], reader)
-            store_part(values, factor, spec.weighted or not gemm.scaled, dest + 128 * part, live)
+            factored = factor if cutlass.const_expr(spec.weighted or not gemm.scaled) else None
+            store_part(values, factored, dest + 128 * part, live)
     trace.end(pen, since, Role.MATH, Phase.STORE, tile.index)
-    return stage, phase
-
-
-@cute.jit
-def fc2_swapped(
-    spec: cutlass.Constexpr,
-    load_scale: cutlass.Constexpr,
-    ring: gemm_ring.Ring,
-    pen: trace.Tracer | None,
-    tile: gemm_tiles.Tile,
-    w_scale: Int64,
-    pool_weight: Int64,
-    y: Int64,
-    act_scale: Float32,
-    stage: Int32,
-    phase: Int32,
-    item: Int32,
-    since: Int64 | None,
-) -> tuple[Int32, Int32]:
-    """Math warps: one work item from stages to bf16 rows, by the narrowest main loop that holds its live rows.
-    Arguments as of fc2_width; returns the ring state after it."""
-    gemm = spec.gemm
-    live = cute.arch.make_warp_uniform(cutlass.min(tile.end - tile.row, gemm.tile_rows))
-    for i in cutlass.range_constexpr(len(gemm.widths)):
-        fewer = gemm.widths[i - 1] if i else 0
-        if live > fewer and live <= gemm.widths[i]:
-            stage, phase = fc2_width(
-                *(spec, gemm.widths[i], load_scale, ring, pen, tile, w_scale, pool_weight, y),
-                *(act_scale, stage, phase, item, since),
-            )
     return stage, phase

@@ -128,6 +128,23 @@ def store_debug(items: cutlass.Constexpr, values: cute.Tensor, column: Int32, qu
                     prims.st_v4(dests[h] + Int64(offset), *words)
 
 
+def row_values(acc: cute.Tensor, chunks: range, h: int) -> list[Float32]:
+    """A thread's values of row half h in some chunks of 8 columns, two of each (fragment order, MathThread)."""
+    return [acc[4 * chunk + 2 * h + e] for chunk in chunks for e in range(2)]
+
+
+@cute.jit
+def bf16_words(values: list, factor: Float32 | None) -> list:
+    """Words of two bf16 each, the first in the low half: values, times a factor if there is one."""
+    words = []
+    for i in cutlass.range_constexpr(0, len(values), 2):
+        low, high = values[i], values[i + 1]
+        if cutlass.const_expr(factor is not None):
+            low, high = low * factor, high * factor
+        words.append(prims.f32_pair_to_bf16(low, high))
+    return words
+
+
 @cute.jit
 def store_preactivation(
     intermediate: cutlass.Constexpr,
@@ -148,12 +165,8 @@ def store_preactivation(
             at = dests[h] + Int64(item * 64 + quad * 16) * 2
             for part in cutlass.range_constexpr(2):
                 for piece in cutlass.range_constexpr(2):
-                    words = []
-                    for chunk in cutlass.range_constexpr(8 * piece + part, 8 * piece + 8, 2):
-                        low, high = acc[4 * chunk + 2 * h], acc[4 * chunk + 2 * h + 1]
-                        if cutlass.const_expr(scaled):
-                            low, high = low * factor, high * factor
-                        words.append(prims.f32_pair_to_bf16(low, high))
+                    chunks = range(8 * piece + part, 8 * piece + 8, 2)
+                    words = bf16_words(row_values(acc, chunks, h), factor if cutlass.const_expr(scaled) else None)
                     prims.st_v4(at + (2 * intermediate * part + 16 * piece), *words)
 
 
@@ -162,12 +175,8 @@ def store_output(acc: cute.Tensor, factors: tuple, column: Int32, quad: Int32, d
     """FC2's accumulators, times a factor for each row half (or none), to two bf16 rows."""
     for h in cutlass.range_constexpr(2):
         for piece in cutlass.range_constexpr(4):
-            words = []
-            for chunk in cutlass.range_constexpr(4 * piece, 4 * piece + 4):
-                low, high = acc[4 * chunk + 2 * h], acc[4 * chunk + 2 * h + 1]
-                if cutlass.const_expr(len(factors) == 2):
-                    low, high = low * factors[h], high * factors[h]
-                words.append(prims.f32_pair_to_bf16(low, high))
+            values = row_values(acc, range(4 * piece, 4 * piece + 4), h)
+            words = bf16_words(values, factors[h] if cutlass.const_expr(len(factors) == 2) else None)
             if live[h]:
                 prims.st_v4(dests[h] + Int64(column * 256 + 64 * piece + quad * 16), *words)
 

@@ -14,17 +14,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ..config import BLOCK
-from . import gemm_columns, gemm_scales, prims, trace
-from .gemm_ring import Ring, advance, advance_item, await_turn, end_turns, hear_tile, pass_turn, release
+from . import gemm_columns, gemm_scales, gemm_tiles, prims, trace
+from .gemm_ring import Ring, advance, pass_turn, release
 from .gemm_scales import ScalePlace
-from .gemm_tiles import WARPGROUP, Schedule, Tile, items_to_hear
-from .trace import Phase, Role
-
-MATH_REGISTERS = 232  # with PRODUCER_REGISTERS, what 384 threads of 168 are allotted at launch (256 get more)
+from .gemm_tiles import WARPGROUP, Tile
 
 
 class MathThread(NamedTuple):
@@ -91,9 +88,9 @@ def swapped_thread(
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     a = prims.sw128_descriptor(prims.smem_addr(ring.b.iterator) + group * (64 * gemm.halves * BLOCK))
     b = prims.sw128_descriptor(prims.smem_addr(ring.a.iterator))
-    across = (width + BLOCK - 1) // BLOCK
-    acc = tuple(cute.make_rmem_tensor(width // across // 2, Float32) for _ in range(gemm.halves * across))
-    temp = cute.make_rmem_tensor(width // across // 2, Float32)
+    across, columns = gemm_tiles.split_width(width)
+    acc = tuple(cute.make_rmem_tensor(columns // 2, Float32) for _ in range(gemm.halves * across))
+    temp = cute.make_rmem_tensor(columns // 2, Float32)
     table, factors, scales = None, temp, ()
     if cutlass.const_expr(gemm.scaled):
         table = ring.ordered + thread % 4 * 16
@@ -116,87 +113,9 @@ def operands_of(gemm: cutlass.Constexpr, math: MathThread, stage: Int32) -> tupl
 
 
 @cute.jit
-def items_of(gemm: cutlass.Constexpr, schedule: Schedule, math: MathThread) -> tuple[Int32, Int32, Int32]:
-    """items_to_hear of a math warp: with ping-pong every other one."""
-    index, step, end = items_to_hear(gemm, schedule)
-    if cutlass.const_expr(gemm.pingpong):
-        index, step = index + math.group * step, gemm.turns * step
-    return index, step, end
-
-
-@cute.jit
-def first_stage(gemm: cutlass.Constexpr, math: MathThread) -> tuple[Int32, Int32, Int32]:
-    """(stage, phase, item): ring state at a math warp's first work item, and the CTA's number of that."""
-    stage, phase, item = Int32(0), Int32(0), Int32(0)
-    if cutlass.const_expr(gemm.pingpong):
-        item = math.group
-        if item > 0:
-            stage, phase = advance_item(gemm, stage, phase)
-    return stage, phase, item
-
-
-@cute.jit
-def next_item(gemm: cutlass.Constexpr, stage: Int32, phase: Int32, item: Int32) -> tuple[Int32, Int32, Int32]:
-    """first_stage's state at a math warp's next work item, from the ring state after its last one, number `item`."""
-    if cutlass.const_expr(gemm.pingpong):
-        stage, phase = advance_item(gemm, stage, phase)
-    return stage, phase, item + gemm.turns
-
-
-@cute.jit
-def await_tile(gemm: cutlass.Constexpr, ring: Ring, math: MathThread, stage: Int32, phase: Int32, item: Int32) -> Tile:
-    """Wait for the first stage of the CTA's work item number `item`, and learn from the producer what it is.
-
-    An expert below 0 says that there is none any more, once to each warp.
-    """
-    if cutlass.const_expr(not gemm.pingpong):
-        trace.mbarrier_wait(math.pen, ring.full + stage, phase)
-        tile = hear_tile(ring, stage)
-    else:
-        since = trace.begin(math.pen)
-        ended = await_turn(gemm, ring, math.group, item)
-        if not ended:
-            cute.arch.mbarrier_wait(ring.full + stage, phase)
-        trace.waited(math.pen, since)
-        tile = hear_tile(ring, stage)
-        if cutlass.const_expr(gemm.atomic):
-            expert = tile.expert
-            if ended:
-                expert = Int32(-1)
-            elif expert < 0:
-                end_turns(gemm, ring, math.group)
-            tile = tile._replace(expert=expert)
-    return tile
-
-
-@cute.jit
 def thread_rows(math: MathThread, tile: Tile) -> tuple:
     """Pool rows of this thread's two row halves; they may lie past tile.end."""
     return (tile.row + math.row, tile.row + math.row + 8)
-
-
-@cute.jit
-def has_rows(gemm: cutlass.Constexpr, math: MathThread, tile: Tile) -> Boolean:
-    """Whether any of the warpgroup's rows belongs to the tile's expert."""
-    some = Boolean(True)
-    if cutlass.const_expr(gemm.sharing > 1):
-        some = cute.arch.make_warp_uniform(tile.row + math.first) < tile.end
-    return some
-
-
-@cute.jit
-def skip_tile(
-    gemm: cutlass.Constexpr, ring: Ring, math: MathThread, tile: Tile, stage: Int32, phase: Int32, since: Int64 | None
-) -> tuple[Int32, Int32]:
-    """Of a warpgroup without rows: hand back the stages of a work item unread. Returns the ring state after it."""
-    for _ in cutlass.range_constexpr(gemm.passes):
-        for _ in cutlass.range(gemm.k_blocks, unroll=1):
-            trace.mbarrier_wait(math.pen, ring.full + stage, phase)
-            release(gemm, ring, stage)
-            stage, phase = advance(gemm, stage, phase)
-        since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
-    trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
-    return stage, phase
 
 
 @cute.jit

@@ -20,6 +20,15 @@ from . import prims
 WARPGROUP = 128  # threads
 MOST_STAGES = 12
 TILE_BYTES = 16  # of a Tile as the producer tells it: expert and column in a word, row, end, index
+WIDTHS = {  # tile_rows of swapped operands: rows that main loops are compiled for
+    8: (8,),
+    16: (16,),
+    32: (16, 32),
+    64: (16, 32, 48, 64),
+    96: (48, 80, 96),
+    128: (48, 80, 96, 128),
+    256: (64, 128, 192, 256),
+}
 SMEM_BYTES = 227 * 1024  # what one CTA of sm_90 may use (CUDA C programming guide, compute capabilities)
 
 
@@ -180,9 +189,7 @@ class GemmSpec:
         """Rows that main loops are compiled for, ascending: a tile runs the first that holds its live rows."""
         if not self.swapped:
             return (self.tile_rows,)
-        some = {8: (8,), 16: (16,), 32: (16, 32), 64: (16, 32, 48, 64), 96: (48, 80, 96), 256: (64, 128, 192, 256)}
-        some[128] = (48, 80, 96, 128)
-        return some[self.tile_rows]
+        return WIDTHS[self.tile_rows]
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -213,10 +220,15 @@ class GemmSpec:
         return min(self.tile_rows, 64 // self.halves if self.paired else 32)
 
     @property
+    def transpose_pitch(self) -> int:
+        """fp32 words from one row to the next there: FC1's have 64 columns of each weight tile, FC2's 64. Neighbouring
+        rows lie in other banks."""
+        return 64 * (self.halves if self.paired else 1) + 4
+
+    @property
     def transpose_bytes(self) -> int:
-        """Shared memory for that: FC1 one of activations, FC2 one of each warpgroup's 64 columns."""
-        words = transpose_pitch(self.halves) if self.paired else 2 * transpose_pitch(1)
-        return 4 * self.batch_rows * words if self.swapped else 0
+        """Shared memory for that: FC1 has one buffer, FC2 one of each warpgroup."""
+        return 4 * self.batch_rows * self.transpose_pitch * (1 if self.paired else 2) if self.swapped else 0
 
     @property
     def cleared(self) -> bool:
@@ -259,7 +271,7 @@ class GemmSpec:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of the staged kernel: a ring (stages with their barriers, a tile and factors; turns), slots of
+        """Shared memory of the staged kernel: a ring (stages with their barriers, a tile and scales; turns), slots of
         scales, where results are transposed, a queue and a Schedule."""
         scales = self.window_slots * self.window_bytes + self.w_slots_bytes
         stage = self.stage_bytes + self.table_bytes + (24 if self.table_bytes else 16) + TILE_BYTES
@@ -272,9 +284,10 @@ class GemmSpec:
         return wire.search_steps(self.experts + 1)
 
 
-def transpose_pitch(tiles: int) -> int:
-    """fp32 words from one row to the next of a batch of 64 * tiles columns: neighbouring rows lie in other banks."""
-    return 64 * tiles + 4
+def split_width(width: int) -> tuple[int, int]:
+    """(WGMMAs side by side, rows of each) of a tile of `width` rows with swapped operands: at most 128 each."""
+    across = -(-width // BLOCK)
+    return across, width // across
 
 
 def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:

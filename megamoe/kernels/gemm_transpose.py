@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32
 
 from . import prims
 from .gemm_main import MathThread
-from .gemm_tiles import WARPGROUP, transpose_pitch
+from .gemm_tiles import WARPGROUP, split_width
 
 FIRST_BARRIER = 1
 """Named barrier of both math warpgroups (FC1), or of the first one (FC2); the next one is the second's."""
@@ -40,15 +40,14 @@ def batches(gemm: cutlass.Constexpr, width: int) -> list[range]:
 
 def value_at(gemm: cutlass.Constexpr, width: int, part: int, chunk: int) -> tuple[int, int]:
     """(accumulator, first of its 4 values) of rows `chunk` of the tile, and of block `part` of 64 weight rows."""
-    columns = width // -(-width // 128)
-    across, inner = divmod(8 * chunk, columns)
+    across, inner = divmod(8 * chunk, split_width(width)[1])
     return part + gemm.halves * across, inner // 2
 
 
 @cute.jit
 def put(gemm: cutlass.Constexpr, base: Int32, math: MathThread, place: cutlass.Constexpr, word: Int32, values: list):
     """Store one value of each of this thread's two rows in chunk `place` of the batch; word: where in a row."""
-    pitch = transpose_pitch(gemm.halves) if gemm.paired else transpose_pitch(1)
+    pitch = gemm.transpose_pitch
     for e in cutlass.range_constexpr(2):
         prims.smem_st_f32(base + 4 * ((8 * place + 2 * math.quad + e) * pitch + word), values[e])
 
@@ -73,15 +72,17 @@ def make_reader(gemm: cutlass.Constexpr, base: Int32) -> Reader:
     else:
         thread = thread % WARPGROUP
     row, part = thread // lanes, thread % lanes
-    pitch = transpose_pitch(gemm.halves) if gemm.paired else transpose_pitch(1)
-    at = base + 4 * (cutlass.min(row, gemm.batch_rows - 1) * pitch + part // 4 * 64 + part % 4 * 2)
+    at = base + 4 * (cutlass.min(row, gemm.batch_rows - 1) * gemm.transpose_pitch + part // 4 * 64 + part % 4 * 2)
     return Reader(row, part, at, row < gemm.batch_rows)
 
 
 @cute.jit
-def take(reader: Reader) -> list[Float32]:
-    """The reader's 16 values: those of its quad's two places in each of 8 chunks of weight rows."""
+def take(gemm: cutlass.Constexpr, math: MathThread, reader: Reader) -> list[Float32]:
+    """After everybody's put(), before the next: the reader's 16 values, those of its quad's two places in each of 8
+    chunks of weight rows."""
+    meet(gemm, math)
     values = []
     for chunk in cutlass.range_constexpr(8):
         values += list(prims.smem_ld_v2_f32(reader.at + 32 * chunk))
+    meet(gemm, math)
     return values

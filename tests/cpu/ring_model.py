@@ -1,7 +1,7 @@
 """A model of the ring between a GEMM's producer and math warpgroups, for one CTA or a cluster that shares loads.
 
 Agents take steps in any order; a step is possible when its barrier's phase is. Modelled after the kernels
-(gemm_ring.py, gemm_load.py, gemm_scales.py, gemm_main.py): barriers `full` (one arrival of the TMA warp and the parts
+(gemm_*.py: ring, load, queue, scales, columns, main, items): barriers `full` (one arrival of the TMA warp and the parts
 of the stage that any CTA of the cluster loads into it, with some stages scales too) and `empty` (one arrival a math
 warpgroup of every CTA of the cluster), both with a parity that waiters poll. Loads, copies and arrivals land at any
 time after they were issued, in any order. A math warpgroup stands for its four warps: it arrives once,
