@@ -83,7 +83,10 @@ BESIDE = (
     Group("modes-e4m3", ("tests/gpu/test_layer.py", "-k", "every_mode and e4m3")),
     Group("modes-e5m2", ("tests/gpu/test_layer.py", "-k", "every_mode and e5m2")),
     Group("routing", ("tests/gpu/test_layer.py", "-k", "every_routing")),
-    Group("layer", ("tests/gpu/test_layer.py", "-k", "not every_mode and not any_problem and not every_routing")),
+    Group("layer-clamp", ("tests/gpu/test_layer.py", "-k", "test_clamp or one_expert_a_rank")),
+    Group("layer-shapes", ("tests/gpu/test_layer.py", "-k", "odd_shapes or no_tickets")),
+    Group("layer-near", ("tests/gpu/test_layer.py", "-k", "near_the")),
+    Group("layer", ("tests/gpu/test_layer.py", "-k", "prequantised or nan or bad_ids or 31_bits")),
     Group("problems", ("tests/gpu/test_layer.py", "-k", "any_problem")),
     Group("data", ("tests/gpu/test_data_kernels.py", "tests/gpu/test_examples.py")),
 )

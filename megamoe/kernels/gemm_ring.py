@@ -170,7 +170,10 @@ def await_turn(gemm: cutlass.Constexpr, ring: Ring, group: Int32, item: Int32) -
     cute.arch.mbarrier_wait(ring.turns + group, (item // 2 + 1 - group) % 2)
     ended = Boolean(False)
     if cutlass.const_expr(gemm.atomic):
-        ended = cute.arch.make_warp_uniform(prims.smem_ld(prims.smem_addr(ring.turns + gemm.turns) + 4 * group)) != 0
+        word = Int32(0)
+        if cute.arch.lane_idx() == 0:  # the lane that passes the turn on, so its read comes before the other's write
+            word = prims.smem_ld(prims.smem_addr(ring.turns + gemm.turns) + 4 * group)
+        ended = cute.arch.make_warp_uniform(word) != 0
     return ended
 
 
