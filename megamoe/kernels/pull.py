@@ -13,6 +13,7 @@ from cutlass import Int32, Int64
 from .. import wire
 from ..config import Knobs, MoEConfig
 from ..errors import Cause, Phase
+from ..sched.order import source_at
 from . import control as ctl
 from . import prims, trace
 from .copy_rows import WARPS, Ring, copy_batch, make_ring, ring_depth
@@ -89,7 +90,7 @@ def lay_out_pool(
 ) -> Int32:
     """The CTA: check the lists' layer, sum up their counts in shared memory; returns the number of rows.
 
-    segments [E + 1]: first pool row of (expert, source), expert-major. offsets [W * (E_local + 1)]: where
+    segments [E + 1]: first pool row of (expert, place of source_at), expert-major. offsets [W * (E_local + 1)]: where
     each expert begins in each source's list. 0 rows after a layer mismatch, which aborts.
     """
     tid, _, _ = cute.arch.thread_idx()
@@ -106,7 +107,7 @@ def lay_out_pool(
         entry, count = tid + i * THREADS, Int32(0)
         if entry < spec.experts_local * ranks:
             expert = entry // ranks
-            source = entry - expert * ranks
+            source = source_at(entry - expert * ranks, rank, ranks)
             at = lists + Int64(source * wire.counts_pitch(spec.experts_local) + wire.HEADER + expert) * 4
             count = prims.ld_i32(at)
         counted.append(count)
@@ -114,7 +115,7 @@ def lay_out_pool(
         entry = tid + i * THREADS
         if entry < spec.experts_local * ranks:
             expert = entry // ranks
-            source = entry - expert * ranks
+            source = source_at(entry - expert * ranks, rank, ranks)
             prims.smem_st(segments + entry * 4, counted[i])
             prims.smem_st(offsets + (source * width + expert) * 4, counted[i])
     if cutlass.const_expr(not spec.faults.skip_list_wait):  # else the header may be anything
@@ -151,6 +152,7 @@ class Pull:
         self,
         ring: Ring,
         deltas: Int64,
+        rank: Int32,
         slot: Int64,
         segments: Int32,
         offsets: Int32,
@@ -180,7 +182,7 @@ class Pull:
             if row < total:
                 segment = find_segment(segments, spec.experts_local * ranks, row)
                 expert = segment // ranks
-                source = segment - expert * ranks
+                source = source_at(segment - expert * ranks, rank, ranks)
                 index = prims.smem_ld(offsets + (source * (spec.experts_local + 1) + expert) * 4)
                 index += row - prims.smem_ld(segments + segment * 4)
                 word = prims.ld_i64(lists + ((slot * ranks + source) * list_capacity + index) * 8)
@@ -252,7 +254,7 @@ class Pull:
                     first = prims.smem_ld(segments + expert * (spec.world_size * 4))
                 prims.st_i32(expert_start + expert * 4, first)
         self.pull_rows(
-            *(ring, deltas, slot, segments, offsets, total, lists, list_capacity),
+            *(ring, deltas, rank, slot, segments, offsets, total, lists, list_capacity),
             *(x_rows, pool_x, pool_meta, pool_weight, pen),
         )
 

@@ -192,6 +192,8 @@ def check_pool(cfg, world_size, owner, ranks, pool):
     total = int(pool.expert_start[-1])
     routes, homes = unpack(pool.meta[:total])
     experts = torch.repeat_interleave(torch.arange(local, device=DEVICE), pool.expert_start.diff().long())
+    places = experts * world_size + (homes - owner - 1) % world_size
+    assert torch.equal(places, places.sort().values)  # within an expert the next rank's first, its own last
     got = sorted(zip(experts.tolist(), homes.tolist(), routes.tolist()))
     want = []
     for home, (staged, _) in enumerate(ranks):
