@@ -49,6 +49,8 @@ us, us_min, p10, p90   median microseconds, least and percentiles of `runs` samp
 runs, packs, batches   samples; layers whose weights took turns; of host, batches (us and us_min: of their medians)
 us_each, gbps_each, link_gbps_each   of link: a launch among four in a row, (time of four - us) / 3, and its rates;
              the bars hold for these, which have no event pair in them
+pair_gbps, out_gbps, in_gbps, out_even   of link: rates [from][to] of each pair of ranks by the time of the one that
+             moves the rows, their sums a rank, and the least over the most of out_gbps
 event_pair_us      the clock's own share of every time: an event pair around nothing; nothing is subtracted
 bytes, gbps        bytes that the kernel moves (GEMM: reads and writes), and 10^9 of them a second
 link_bytes, link_gbps        bytes over NVLink one way, scales counted, and their rate

@@ -26,7 +26,8 @@ class Traffic:
     """Routes of one rank's forward.
 
     tokens: T. sent, sent_remote: its live routes, and those whose owner is another rank. rows, rows_remote:
-    routes that it receives, and those whose home is another rank. experts_hit: its experts with a row.
+    routes that it receives, and those whose home is another rank. experts_hit: its experts with a row. homes [W]: rows
+    by home.
     """
 
     tokens: int
@@ -35,6 +36,7 @@ class Traffic:
     rows: int
     rows_remote: int
     experts_hit: int
+    homes: tuple[int, ...] = ()
 
 
 def traffic(tokens: Sequence[int], counts: Sequence[Sequence[int]]) -> list[Traffic]:
@@ -47,7 +49,8 @@ def traffic(tokens: Sequence[int], counts: Sequence[Sequence[int]]) -> list[Traf
         sent, kept = sum(counts[rank]), sum(counts[rank][mine])
         received = [sum(column) for column in zip(*(count[mine] for count in counts))]
         rows, hit = sum(received), sum(1 for n in received if n)
-        found.append(Traffic(tokens[rank], sent, sent - kept, rows, rows - kept, hit))
+        homes = tuple(sum(count[mine]) for count in counts)
+        found.append(Traffic(tokens[rank], sent, sent - kept, rows, rows - kept, hit, homes))
     return found
 
 
@@ -234,5 +237,22 @@ def pick_experts(wanted: int, bytes_per_expert: int, world_size: int, budget: in
 
 
 def spread(traffics: Sequence[Traffic]) -> dict[str, int]:
-    """The largest value of each field over ranks, for a row's record."""
-    return {f.name: max(getattr(t, f.name) for t in traffics) for f in fields(Traffic)}
+    """The largest value of each field over ranks, for a row's record; homes left out."""
+    return {f.name: max(getattr(t, f.name) for t in traffics) for f in fields(Traffic) if f.name != "homes"}
+
+
+def directions(costs: Sequence[Cost], traffics: Sequence[Traffic], us: Sequence[float]) -> dict[str, Any]:
+    """A kernel's use of each link and direction, GB/s: keys pair_gbps [W][W], out_gbps and in_gbps [W], out_even.
+
+    costs, us: of pull or token-back and its time on each rank, which loads rows of homes or stores them there.
+    pair_gbps[a][b]: bytes from a to b over the time of the rank that moves them. out_gbps, in_gbps: its sums, what a
+    link carries each way where each GPU has one to a switch. out_even: the least of out_gbps over the most.
+    """
+    rates = []
+    for owner, (cost, t) in enumerate(zip(costs, traffics)):
+        each_row = cost.link / max(t.rows_remote, 1) / us[owner] / 1e3
+        rates.append([0.0 if home == owner else rows * each_row for home, rows in enumerate(t.homes)])
+    pairs = rates if costs[0].pushed else [list(column) for column in zip(*rates)]
+    out, into = [sum(row) for row in pairs], [sum(column) for column in zip(*pairs)]
+    even = min(out) / max(out) if max(out) else 1.0
+    return {"pair_gbps": pairs, "out_gbps": out, "in_gbps": into, "out_even": even}

@@ -62,7 +62,10 @@ def run_forwards(b: Bench, s: Setup, what: str, kind: str, tokens: int, names: C
         if name in ("stage", "reduce"):
             row["copy_share"] = 1e9 * row["gbps"] / b.ceilings.hbm_copy
         if what == "link":
-            row |= _each(cost, (again[rank][index]["us"] - times["us"]) / (REPEATS - 1))
+            each = [(more[index]["us"] - one[index]["us"]) / (REPEATS - 1) for more, one in zip(again, everyone)]
+            row |= _each(cost, each[rank])
+            if min(each) > 0:
+                row |= floors.directions(costs, made.traffics, each)
         point = dict(what=what, name=name, impl="megamoe", scale=s.scale, routing=kind, T=tokens, tile_rows=tile)
         point |= dict(runs=b.args.runs, packs=len(used), traffic=floors.spread(made.traffics))
         b.add(**point, **row, **({} if b.virtual else {"rank": rank}))

@@ -12,7 +12,7 @@ COLUMNS = {
         *("floor_us", "floor_by", "over_floor", "copy_share", "bar", "ok"),
     ),
     "link": (
-        *("scale", "T", "name", "us", "us_each", "link_bytes", "link_gbps", "gbps_each", "link_gbps_each"),
+        *("scale", "T", "name", "us", "us_each", "link_bytes", "link_gbps", "gbps_each", "link_gbps_each", "out_even"),
         *("floor_us", "over_floor", "bar", "ok"),
     ),
     "gemm": (

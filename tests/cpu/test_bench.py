@@ -152,6 +152,7 @@ def test_link_times_a_launch_among_others(dry, monkeypatch, tmp_path):
         assert (row["us"], row["us_each"]) == (107.0, 100.0) and row["routing"] == "all_remote"
         assert row["gbps_each"] == pytest.approx(row["bytes"] / 100 / 1e3)
         assert row["link_gbps_each"] > row["link_gbps"]
+        assert max(row["out_gbps"]) == pytest.approx(row["link_gbps_each"]) and row["out_even"] == 1
 
 
 def test_virtual_world(dry, monkeypatch, tmp_path):

@@ -23,9 +23,25 @@ CEILINGS = floors.Ceilings(hbm_read=4e12, hbm_copy=4.2e12, link_read=330e9, link
 def test_traffic_by_hand():
     # Rank 0 sends 1, 2 to its own experts and 0, 4 to rank 1's; rank 1 sends 5, 0 and 0, 7.
     first, second = floors.traffic([2, 3], [[1, 2, 0, 4], [5, 0, 0, 7]])
-    assert first == floors.Traffic(tokens=2, sent=7, sent_remote=4, rows=8, rows_remote=5, experts_hit=2)
-    assert second == floors.Traffic(tokens=3, sent=12, sent_remote=5, rows=11, rows_remote=4, experts_hit=1)
-    assert floors.spread([first, second])["rows"] == 11
+    assert first == floors.Traffic(2, sent=7, sent_remote=4, rows=8, rows_remote=5, experts_hit=2, homes=(3, 5))
+    assert second == floors.Traffic(3, sent=12, sent_remote=5, rows=11, rows_remote=4, experts_hit=1, homes=(4, 7))
+    assert floors.spread([first, second])["rows"] == 11 and "homes" not in floors.spread([first, second])
+
+
+def test_directions_by_hand():
+    # Rows by home: rank 0 has 1 of its own, 2 of rank 1 and 3 of rank 2; and so on.
+    homes = [(1, 2, 3), (4, 9, 0), (1, 1, 5)]
+    traffics = [floors.Traffic(0, 0, 0, sum(h), sum(h) - h[r], 1, h) for r, h in enumerate(homes)]
+    pulls = [floors.Cost(0, 0, link=10_000 * t.rows_remote) for t in traffics]
+    found = floors.directions(pulls, traffics, [1.0, 2.0, 1.0])
+    assert found["pair_gbps"] == [[0, 20, 10], [20, 0, 10], [30, 0, 0]]  # rank 1 takes twice the time
+    assert found["out_gbps"] == [30, 30, 30] and found["in_gbps"] == [50, 20, 20] and found["out_even"] == 1
+    stores = [floors.Cost(0, 0, link=10_000 * t.rows_remote, pushed=True) for t in traffics]
+    found = floors.directions(stores, traffics, [1.0, 2.0, 1.0])
+    assert found["pair_gbps"] == [[0, 20, 30], [20, 0, 0], [10, 10, 0]]
+    assert found["out_gbps"] == [50, 20, 20] and found["out_even"] == 0.4
+    alone = [floors.Traffic(0, 0, 0, 5, 0, 1, (5,))]
+    assert floors.directions([floors.Cost(0, 0)], alone, [1.0])["out_even"] == 1
 
 
 @given(st.integers(1, 8), st.integers(1, 5), st.data())
