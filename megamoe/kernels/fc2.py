@@ -72,7 +72,8 @@ def fc2_tile(
     item: Int32,
     since: Int64 | None,
 ):
-    """Math warps: one work item from stages to bf16 rows. Returns the ring state after it.
+    """Math warps: one work item from stages to bf16 rows, with GemmSpec.late the last half's later. Returns the ring
+    state after it.
 
     Addresses as in FC2.ARGS; the others as in gemm_items.run_item.
     """
@@ -94,7 +95,10 @@ def fc2_tile(
             stage, phase = gemm_main.finish_tile(gemm, ring, math, stage, phase)
             since = trace.end(math.pen, since, Role.MATH, Phase.MAIN_LOOP, tile.index)
         column = tile.column * gemm.halves + half
-        gemm_epilogue.store_output(math.acc[half], factors, column, math.quad, dests, live)
+        if cutlass.const_expr(gemm.late and half == gemm.halves - 1):
+            gemm_epilogue.keep_late(math.late, factors, column, dests, live)
+        else:
+            gemm_epilogue.store_output(math.acc[half], factors, column, math.quad, dests, live)
     trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
     return stage, phase
 

@@ -7,6 +7,8 @@ thread's two rows and whether it is live, so rows may go anywhere, a peer includ
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
@@ -179,6 +181,42 @@ def store_output(acc: cute.Tensor, factors: tuple, column: Int32, quad: Int32, d
             words = bf16_words(values, factors[h] if cutlass.const_expr(len(factors) == 2) else None)
             if live[h]:
                 prims.st_v4(dests[h] + Int64(column * 256 + 64 * piece + quad * 16), *words)
+
+
+class Late(NamedTuple):
+    """What a math thread has yet to store of its last work item: registers, which loops and ifs may change.
+
+    words int32: whether there is any, its column tile, whether each of its two rows is live. at int64, factors fp32: of
+    each row, as store_output's dests and factors.
+    """
+
+    words: cute.Tensor
+    at: cute.Tensor
+    factors: cute.Tensor
+
+
+@cute.jit
+def make_late() -> Late:
+    """Nothing yet."""
+    late = Late(*(cute.make_rmem_tensor(n, kind) for n, kind in ((4, Int32), (2, Int64), (2, Float32))))
+    late.words[0] = Int32(0)
+    return late
+
+
+@cute.jit
+def keep_late(late: Late, factors: tuple, column: Int32, dests: tuple, live: tuple):
+    """What store_late then stores, in place of store_output: its arguments, for accumulators that stay as they are."""
+    late.words[0], late.words[1] = Int32(1), column
+    for h in cutlass.range_constexpr(2):
+        late.words[2 + h], late.at[h], late.factors[h] = Int32(live[h]), dests[h], factors[h]
+
+
+@cute.jit
+def store_late(late: Late, acc: cute.Tensor, quad: Int32):
+    """store_output of what keep_late was given last, if it ever was."""
+    if late.words[0] != 0:
+        live = (late.words[2] != 0, late.words[3] != 0)
+        store_output(acc, (late.factors[0], late.factors[1]), late.words[1], quad, (late.at[0], late.at[1]), live)
 
 
 @cute.jit

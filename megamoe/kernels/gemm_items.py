@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from . import trace
+from . import gemm_epilogue, trace
 from .gemm_main import MathThread, make_math_thread
 from .gemm_ring import Ring, advance, advance_item, await_turn, end_turns, hear_tile, release
 from .gemm_tiles import Schedule, Tile, items_to_hear
@@ -165,3 +165,5 @@ def math_role(
             )
         stage, phase, item = next_item(gemm, stage, phase, item)
         index += step
+    if cutlass.const_expr(gemm.late):
+        gemm_epilogue.store_late(math.late, math.acc[gemm.halves - 1], math.quad)

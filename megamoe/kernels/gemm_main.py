@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ..config import BLOCK
-from . import gemm_columns, gemm_scales, gemm_tiles, prims, trace
+from . import gemm_columns, gemm_epilogue, gemm_scales, gemm_tiles, prims, trace
 from .gemm_ring import Ring, advance, pass_turn, release
 from .gemm_scales import ScalePlace
 from .gemm_tiles import WARPGROUP, Tile
@@ -31,7 +31,8 @@ class MathThread(NamedTuple):
     acc [halves] are fp32 [64], temp [mma_cols / 2]; value 4i + 2h + e is row `row + 8h`, column 8i + 2 * quad + e of a
     half. sums are what WGMMAs add to: acc, or with mma_cols = 256 one fp32 [128], of which acc are views. scales (rows
     [2 * groups], weights [w_scales]) and factors [2 * groups, w_scales] are fp32, of a K block. row counts from the
-    tile's first row, as does first, the first row of the warpgroup's 64. group: the warpgroup. pen: see trace.py.
+    tile's first row, as does first, the first row of the warpgroup's 64. group: the warpgroup. pen: see trace.py. late:
+    with GemmSpec.late, what the last half of acc still holds of the last work item.
 
     Swapped operands (swapped_thread): a is of its weights, b of the rows. acc and temp are fp32 [columns / 2] of 64
     weight rows times up to 128 rows each (GemmSpec.part_steps); their "rows" are weights and their "columns" rows.
@@ -52,6 +53,7 @@ class MathThread(NamedTuple):
     group: Int32
     pen: trace.Tracer | None
     table: Int32 | None
+    late: gemm_epilogue.Late | None = None
 
 
 @cute.jit
@@ -77,7 +79,10 @@ def make_math_thread(
     row = prims.keep(thread // 32 * 16 + thread % 32 // 4)
     scales = tuple(cute.make_rmem_tensor(n, Float32) for n in (2 * gemm.groups, gemm.w_scales))
     factors = cute.make_rmem_tensor((2 * gemm.groups, gemm.w_scales), Float32)
-    return MathThread(a, b, acc, sums, temp, scales, factors, row, first, thread % 4, group, pen, None)
+    late = None
+    if cutlass.const_expr(gemm.late):
+        late = gemm_epilogue.make_late()
+    return MathThread(a, b, acc, sums, temp, scales, factors, row, first, thread % 4, group, pen, None, late)
 
 
 @cute.jit
@@ -212,10 +217,10 @@ def add_promoted(
     g: cutlass.Constexpr,
     first: cutlass.Constexpr = False,
 ):
-    """acc of a half += temp, times the scales of group g in "block" mode. first ("block"): = instead of +=."""
+    """acc of a half += temp, times the scales of group g in "block" mode. first: = instead of +=."""
     acc = math.acc[half]
     if cutlass.const_expr(not gemm.scaled):
-        acc.store(acc.load() + math.temp.load())
+        acc.store(math.temp.load() if cutlass.const_expr(first) else acc.load() + math.temp.load())
     elif cutlass.const_expr(gemm.swapped):
         gemm_columns.add(gemm, acc, math.temp, math.factors, g, half, len(math.acc), first)
     else:
@@ -285,11 +290,12 @@ def promote_block(
 ) -> tuple[Int32, Int32, tuple]:
     """One K block of sum_promoted. Returns the ring state and the operands of the next block; of the last one, its own.
 
-    first: its scaled products are the sums so far. last: of the pass; its last batch of WGMMAs is then left in flight.
+    first: its (scaled) products are the sums so far; with GemmSpec.late the last half's accumulators are stored before
+    them. last: of the pass; its last batch of WGMMAs is then left in flight.
     """
     groups = gemm.groups if gemm.scaled else 1
     next_stage, next_phase, next_operands = stage, phase, operands
-    late = reads_late(gemm, math)
+    held = reads_late(gemm, math)
     for half in cutlass.range_constexpr(len(math.acc)):
         for g in cutlass.range_constexpr(groups):
             warpgroup.fence()
@@ -301,6 +307,10 @@ def promote_block(
                     gemm_columns.read(gemm, at, place, kb, columns, len(math.acc), math.factors, math.scales[0])
                 else:
                     multiply_scales(gemm, math)
+            if cutlass.const_expr(gemm.late and first and half == 0):
+                hold(ring, stage, phase)
+                gemm_epilogue.store_late(math.late, math.acc[len(math.acc) - 1], math.quad)
+                hold(ring, stage, phase)
             end = cutlass.const_expr(half == len(math.acc) - 1 and g == groups - 1)
             if cutlass.const_expr(end and not last):
                 next_stage, next_phase = advance(gemm, stage, phase)
@@ -310,10 +320,10 @@ def promote_block(
                 hold(ring, stage, phase)
             if cutlass.const_expr(not (end and last)):
                 warpgroup.wait_group(0)
-                if cutlass.const_expr(end and not late):
+                if cutlass.const_expr(end and not held):
                     release(gemm, ring, stage)
                 add_promoted(gemm, math, half, g, first and g == 0)
-                if cutlass.const_expr(end and late):
+                if cutlass.const_expr(end and held):
                     release(gemm, ring, stage)
     return next_stage, next_phase, next_operands
 
@@ -338,6 +348,8 @@ def sum_promoted(
     await_stage(gemm, ring, math, stage, phase, place, 0)
     operands = operands_of(gemm, math, stage)
     if cutlass.const_expr(gemm.k_blocks == 1):
+        if cutlass.const_expr(gemm.late):
+            gemm_epilogue.store_late(math.late, math.acc[len(math.acc) - 1], math.quad)
         for half in cutlass.range_constexpr(len(math.acc)):
             math.acc[half].fill(0.0)
     else:  # sums begin with the first block's: clearing so many registers takes as long as a batch of WGMMAs
@@ -346,7 +358,7 @@ def sum_promoted(
             first = 0
             for half in cutlass.range_constexpr(len(math.acc)):
                 math.acc[half].fill(0.0)
-        elif cutlass.const_expr(gemm.scaled):
+        elif cutlass.const_expr(gemm.scaled or gemm.late):
             stage, phase, operands = promote_block(
                 gemm, ring, math, stage, phase, operands, place, Int32(0), False, True
             )
@@ -392,11 +404,11 @@ def finish_tile(
     if cutlass.const_expr(gemm.early > 0):
         hold(ring, stage, phase)
     warpgroup.wait_group(0)
-    late = reads_late(gemm, math)
-    if cutlass.const_expr(not late):
+    held = reads_late(gemm, math)
+    if cutlass.const_expr(not held):
         release(gemm, ring, stage)
     if cutlass.const_expr(gemm.mode != "single"):
         add_promoted(gemm, math, len(math.acc) - 1, (gemm.groups if gemm.scaled else 1) - 1)
-    if cutlass.const_expr(late):
+    if cutlass.const_expr(held):
         release(gemm, ring, stage)
     return advance(gemm, stage, phase)

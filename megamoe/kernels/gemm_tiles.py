@@ -94,6 +94,12 @@ class GemmSpec:
         return 0 if self.mode == "single" or self.paired or self.swapped else self.halves - 1
 
     @property
+    def late(self) -> bool:
+        """Whether FC2 stores the last half of a work item under the next one's first WGMMAs. With block scales that
+        loses 0.4 to 0.9 % (gemm-notes.md), and tiles of 64 rows would spill."""
+        return self.early > 0 and not self.scaled and self.sharing == 2
+
+    @property
     def columns(self) -> int:
         """Columns of a work item."""
         return BLOCK * self.passes * self.halves
