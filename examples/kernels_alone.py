@@ -1,4 +1,4 @@
-"""Single kernels on torch tensors: quantise some rows, run FC1 and FC2 on them: python examples/kernels_alone.py"""
+"""Single kernels on torch tensors, FC1 and FC2 on some rows: PYTHONPATH=. python examples/kernels_alone.py"""
 
 import torch
 

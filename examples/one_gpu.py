@@ -1,4 +1,4 @@
-"""One layer on one Hopper GPU, checked against the oracle: python examples/one_gpu.py"""
+"""One layer on one Hopper GPU, checked against the oracle: PYTHONPATH=. python examples/one_gpu.py"""
 
 import torch
 

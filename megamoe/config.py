@@ -119,6 +119,9 @@ class MoEConfig:
 class Knobs:
     """How to run a problem; never changes what it computes or what travels between ranks.
 
+    The defaults are the plainest tile, not the fastest: sched.heuristics.choose_knobs(cfg, world_size, tokens) is what
+    a layer picks.
+
     tile_rows: pool rows of a GEMM tile, 64 (one math warpgroup) or 128 (two); with swap_ab 8, 16, 32, 64,
         96, 128 or 256.
     tile_cols: columns of a GEMM tile, 128 or 256 (2 * intermediate and hidden must be multiples of it). FC1 with
@@ -127,7 +130,8 @@ class Knobs:
         shared memory once instead of twice.
     cluster_rows, cluster_cols: shape of a cluster of CTAs, 1 or 2 each. Its columns run neighbouring column tiles and
         share the loads of rows; its rows run neighbouring row tiles of an expert and share the loads of weights. Both
-        GEMMs must have a multiple of cluster_rows * cluster_cols column tiles.
+        GEMMs must have a multiple of cluster_rows * cluster_cols column tiles. Of clusters of 2 x 2, 132 SMs hold
+        only 30: without num_sms=120 a GEMM takes twice as long.
     pingpong: with tile_rows=64, two math warpgroups take tiles in turns, so that one stores a tile's results while the
         other multiplies the next tile.
     schedule: which CTA runs which tile. "static": in turns; "atomic": whoever is free takes the next one.
@@ -153,7 +157,8 @@ class Knobs:
         for name in ("swap_ab", "pingpong"):
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "True or False")
         rows = (8, 16, 32, 64, 96, 128, 256) if self.swap_ab else (64, 128)
-        note = f"{', '.join(map(str, rows[:-1]))} or {rows[-1]}" + " with swap_ab" * self.swap_ab
+        note = f"{', '.join(map(str, rows[:-1]))} or {rows[-1]}"
+        note += " with swap_ab" if self.swap_ab else ", or 8 to 256 with swap_ab=True"
         _require(type(self.tile_rows) is int and self.tile_rows in rows, "tile_rows", self.tile_rows, note)
         columns, pair = (128, 256), (1, 2)
         allowed_of = dict(tile_cols=columns, mma_cols=columns, cluster_rows=pair, cluster_cols=pair)

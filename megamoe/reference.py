@@ -249,6 +249,12 @@ def layer(
     [T_r, K]. world_size, when given, must be their number. All tensors on one device. The tokens of all
     ranks are computed together, so a result depends on W only through which rank asked for it.
     """
+    for pack in experts:
+        if not isinstance(pack, CanonicalExperts):
+            allowed = "numerics.CanonicalExperts, as experts.canonical() gives"
+            raise InputError("experts", [type(pack).__name__ for pack in experts], allowed)
+    if isinstance(xs, Tensor):
+        raise InputError("xs", "Tensor", "a list, one entry a rank")
     ranks = len(xs) if world_size is None else world_size
     for name, values in (("xs", xs), ("ids", ids), ("weights", weights)):
         if len(values) != ranks:

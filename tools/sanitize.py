@@ -1,7 +1,7 @@
 """A small layer for compute-sanitizer: one forward of two virtual ranks in each main mode, checked.
 
-compute-sanitizer --tool memcheck python3 tools/sanitize.py
-compute-sanitizer --tool racecheck python3 tools/sanitize.py
+compute-sanitizer --tool memcheck --report-api-errors no python3 tools/sanitize.py
+compute-sanitizer --tool racecheck --racecheck-report all python3 tools/sanitize.py
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ RUNS = (
 
 def main() -> None:
     """Run and check; the sanitizer reports what it finds by itself."""
+    if not torch.cuda.is_available():
+        sys.exit("sanitize: torch sees no CUDA device")
     for mode, knobs in RUNS:
         cfg = MoEConfig(hidden=256, intermediate=128, num_experts=4, top_k=2, max_tokens=96, **mode)
         # The tools slow kernels down a hundredfold, so the deadline is far away.

@@ -30,7 +30,7 @@ RANKS = (1, 8)
 CLUSTERS = tuple(dict(cluster_rows=rows, cluster_cols=cols) for rows in (1, 2) for cols in (1, 2))
 TILES = tuple(Knobs(tile_rows=r, tile_cols=c, **shape) for r in (64, 128) for c in (128, 256) for shape in CLUSTERS)
 """Every tile and cluster; each compiles for E4M3 block scales, those that heuristics pick in all modes."""
-WIDE = tuple(Knobs(tile_rows=r, tile_cols=256, mma_cols=256, **shape) for r in (64, 128) for shape in CLUSTERS)
+WIDE_MMA = tuple(Knobs(tile_rows=r, tile_cols=256, mma_cols=256, **shape) for r in (64, 128) for shape in CLUSTERS)
 """The same of WGMMAs of 256 columns; each compiles for E4M3 and accum "single"."""
 
 ATOMIC = tuple(Knobs(tile_cols=256, schedule="atomic", **shape) for shape in CLUSTERS)
@@ -38,7 +38,9 @@ ATOMIC = tuple(Knobs(tile_cols=256, schedule="atomic", **shape) for shape in CLU
 PINGPONG = tuple(Knobs(tile_rows=64, tile_cols=c, pingpong=True, **shape) for c in (128, 256) for shape in CLUSTERS)
 PINGPONG += (Knobs(tile_rows=64, tile_cols=256, pingpong=True, schedule="atomic", cluster_rows=2),)
 """Math warpgroups in turns; each compiles for E4M3 block scales."""
-WIDE_PINGPONG = tuple(Knobs(tile_rows=64, tile_cols=256, mma_cols=256, pingpong=True, **shape) for shape in CLUSTERS)
+WIDE_MMA_PINGPONG = tuple(
+    Knobs(tile_rows=64, tile_cols=256, mma_cols=256, pingpong=True, **shape) for shape in CLUSTERS
+)
 """The same of WGMMAs of 256 columns; each compiles for E4M3 and accum "single"."""
 
 
@@ -118,7 +120,7 @@ def _everything() -> Iterator[CatalogEntry]:
         yield from _gemms(MoEConfig(**V3), max(RANKS), knobs)
     for knobs in SWAPPED_NARROW:
         yield from _gemms(MoEConfig(**V3, scale="tensor"), max(RANKS), knobs)
-    for knobs in (*WIDE, *WIDE_PINGPONG):
+    for knobs in (*WIDE_MMA, *WIDE_MMA_PINGPONG):
         yield from _gemms(MoEConfig(**V3, scale="tensor", accum="single"), max(RANKS), knobs)
 
 

@@ -310,14 +310,13 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
     spec = GemmSpec(**fixed, **shape, stages=MOST_STAGES)
     if spec.n % spec.columns:
         raise ConfigError("tile_cols", knobs.tile_cols, f"128 for {name}, whose N is {spec.n}")
+    if spec.swapped and spec.passes > 1:
+        allowed = f"256 with swap_ab (and tile_rows at most 96): {name}'s scales need two weight tiles at once"
+        raise ConfigError("tile_cols", knobs.tile_cols, allowed)
     most = 96 if knobs.tile_cols > BLOCK else 128
     if spec.swapped and spec.scaled and knobs.tile_rows > most:
         given = f"swap_ab, block scales and tile_cols={knobs.tile_cols}"
         raise ConfigError("tile_rows", knobs.tile_rows, f"{most} or less with {given}: registers hold no more")
-    if spec.swapped and spec.passes > 1:
-        raise ConfigError(
-            "tile_cols", knobs.tile_cols, f"256 with swap_ab: {name}'s scales need two weight tiles at once"
-        )
     if knobs.mma_cols > BLOCK and (knobs.mma_cols > knobs.tile_cols or spec.mode != "single"):
         raise ConfigError("mma_cols", knobs.mma_cols, "128, or 256 with accum='single' and tile_cols=256")
     across = spec.n // spec.columns

@@ -283,6 +283,8 @@ def test_errors_name_the_argument():
         (lambda: reference.fc2(cfg, act, act_scales, row, pack), "weights"),
         (lambda: reference.fc2(cfg, codes, scales, row, pack), "codes.shape"),
         (lambda: reference.layer(cfg, [pack], [x], [ids], [weights], world_size=2), "len(xs)"),
+        (lambda: reference.layer(cfg, [object()], [x], [ids], [weights]), "experts"),
+        (lambda: reference.layer(cfg, [pack], x, [ids], [weights]), "xs"),
         (lambda: reference.layer(cfg, [pack], [x], [ids, ids], [weights]), "len(ids)"),
         (lambda: reference.layer(cfg, [pack, pack], [x], [ids], [weights]), "experts"),
         (

@@ -9,7 +9,7 @@ from megamoe import Knobs, MoEConfig, kernels, numerics, reference, wire
 from megamoe.config import supported_modes
 from megamoe.errors import ConfigError
 from megamoe.forward import check_knobs
-from megamoe.kernels.catalog import ATOMIC, PINGPONG, SWAPPED, SWAPPED_NARROW, TILES, WIDE, WIDE_PINGPONG
+from megamoe.kernels.catalog import ATOMIC, PINGPONG, SWAPPED, SWAPPED_NARROW, TILES, WIDE_MMA, WIDE_MMA_PINGPONG
 from megamoe.sched import heuristics
 from tests.gpu.poison import poisoned_empty
 from tests.problems import generator, make_weights
@@ -155,7 +155,7 @@ def check_mode(mode, knobs):
 
 
 CHOSEN = [heuristics.SMALL, heuristics.SMALL_PAIRS, heuristics.NARROW, heuristics.WIDE, heuristics.PAIRS]
-"""What heuristics.choose_knobs picks, by shape and rows; with a single accumulator some of WIDE instead."""
+"""What heuristics.choose_knobs picks, by shape and rows; with a single accumulator some of WIDE_MMA instead."""
 
 
 @pytest.mark.parametrize("knobs", CHOSEN, ids=tile_name)
@@ -175,7 +175,7 @@ def test_static_tiles(knobs):
     check_mode(supported_modes()[0], knobs)
 
 
-@pytest.mark.parametrize("knobs", [*WIDE, *WIDE_PINGPONG], ids=tile_name)
+@pytest.mark.parametrize("knobs", [*WIDE_MMA, *WIDE_MMA_PINGPONG], ids=tile_name)
 def test_wide_wgmmas(knobs):
     for mode in supported_modes():
         if mode.get("accum") == "single":
