@@ -134,7 +134,7 @@ def check_fc2(found: CompileReport, spec: FC2Spec) -> None:
     """check_gemm, then the epilogue's bf16 pairs and 16-byte stores."""
     check_gemm(found, spec.gemm)
     assert found.name.startswith("megamoe_fc2")
-    items = spec.gemm.halves
+    items = spec.gemm.halves + spec.gemm.late  # the last half's stores: before the next item, and after all
     if spec.gemm.swapped:
         items *= sum(len(gemm_transpose.batches(spec.gemm, width)) for width in spec.gemm.widths) / 4
     assert count(r"cvt\.rn\.bf16x2\.f32", found.ptx) == 32 * items

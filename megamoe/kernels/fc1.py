@@ -252,14 +252,16 @@ def fc1(
     for knobs that don't and for debug with keep_preactivation.
     """
     cfg = rows.config_of(experts)
-    fmt, total = wire.activation_format(cfg), x_rows.shape[0]
-    local = experts.w13.shape[0]
     rows.check_rows("x_rows", x_rows, wire.input_format(cfg).pitch)
+    fmt, total, local = wire.activation_format(cfg), x_rows.shape[0], experts.w13.shape[0]
     rows.check("expert_start", expert_start, torch.int32, local + 1)
     weight_address = rows.weight_address(cfg, "activation", weights, total)
     if out is None:
         out = torch.empty(total, fmt.pitch, dtype=torch.uint8, device=x_rows.device)
     rows.check("out", out, torch.uint8, total, fmt.pitch)
+    used = weights if weight_address else None
+    together = dict(expert_start=expert_start, experts=experts.w13, weights=used, out=out, tickets=tickets)
+    rows.check_together(x_rows.device, **together)
     spec = FC1Spec.from_config(cfg, local, knobs, debug, keep_preactivation)
     columns, dtype = (2 * cfg.intermediate, torch.bfloat16) if keep_preactivation else (cfg.intermediate, torch.float32)
     kept = torch.empty(total if debug or keep_preactivation else 0, columns, dtype=dtype, device=x_rows.device)

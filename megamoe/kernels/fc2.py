@@ -196,13 +196,16 @@ def fc2(
     were. Raises InputError when an argument doesn't fit.
     """
     cfg = rows.config_of(experts)
-    local, total = experts.w2.shape[0], act_rows.shape[0]
     rows.check_rows("act_rows", act_rows, wire.activation_format(cfg).pitch)
+    local, total = experts.w2.shape[0], act_rows.shape[0]
     rows.check("expert_start", expert_start, torch.int32, local + 1)
     weight_address = rows.weight_address(cfg, "output", weights, total)
     if out is None:
         out = torch.empty(total, cfg.hidden, dtype=torch.bfloat16, device=act_rows.device)
     rows.check("out", out, torch.bfloat16, total, cfg.hidden)
+    used = weights if weight_address else None
+    together = dict(expert_start=expert_start, experts=experts.w2, weights=used, out=out, tickets=tickets)
+    rows.check_together(act_rows.device, **together)
     tickets = rows.tickets(tickets, knobs, act_rows.device)
     if total:
         build.run(

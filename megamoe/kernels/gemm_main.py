@@ -347,26 +347,17 @@ def sum_promoted(
     """
     await_stage(gemm, ring, math, stage, phase, place, 0)
     operands = operands_of(gemm, math, stage)
-    if cutlass.const_expr(gemm.k_blocks == 1):
-        if cutlass.const_expr(gemm.late):
-            gemm_epilogue.store_late(math.late, math.acc[len(math.acc) - 1], math.quad)
+    if cutlass.const_expr(gemm.cleared):
         for half in cutlass.range_constexpr(len(math.acc)):
-            math.acc[half].fill(0.0)
-    else:  # sums begin with the first block's: clearing so many registers takes as long as a batch of WGMMAs
-        first = 1
-        if cutlass.const_expr(gemm.cleared):
-            first = 0
-            for half in cutlass.range_constexpr(len(math.acc)):
-                math.acc[half].fill(0.0)
-        elif cutlass.const_expr(gemm.scaled or gemm.late):
-            stage, phase, operands = promote_block(
-                gemm, ring, math, stage, phase, operands, place, Int32(0), False, True
-            )
-        else:
-            stage, phase, operands = first_block(gemm, ring, math, stage, phase, operands)
+            math.acc[half].fill(-0.0)  # what changes no sum, not even one of -0
+    elif cutlass.const_expr(gemm.scaled or gemm.late):
+        stage, phase, operands = promote_block(gemm, ring, math, stage, phase, operands, place, Int32(0), False, True)
+    else:
+        stage, phase, operands = first_block(gemm, ring, math, stage, phase, operands)
+    if cutlass.const_expr(gemm.k_blocks > 1):
         # A loop that is known to run once or never would be dissolved, and ptxas then serialises what stands around it.
         end = gemm.k_blocks - 1 if gemm.k_blocks > 3 else prims.keep(Int32(gemm.k_blocks - 1))
-        for kb in cutlass.range(first, end, unroll=1):
+        for kb in cutlass.range(0 if gemm.cleared else 1, end, unroll=1):
             stage, phase, operands = promote_block(gemm, ring, math, stage, phase, operands, place, kb, False)
     if cutlass.const_expr(ends and gemm.pingpong):
         pass_turn(gemm, ring, math.group)

@@ -37,7 +37,7 @@ class GemmSpec:
     """What is compiled in about one grouped GEMM: rows [R, k] times weights [experts * n, k].
 
     pitch: bytes between row records. mode: "single" (one accumulator), "promoted" (a second fp32 sum every
-    128 of k) or "block" (promoted, times scales). group: columns that share a row scale ("block").
+    128 of k, two at least) or "block" (promoted, times scales). group: columns that share a row scale ("block").
     paired: weight tiles of 128 rows hold 64 gate and 64 up columns in chunks of 8, in turns (FC1).
     halves: weight tiles that a work item multiplies with the rows at once, 1 or 2. passes: how often it does, one after
     another. mma_cols: columns of one WGMMA, those of a weight tile or of both halves ("single").
@@ -238,9 +238,9 @@ class GemmSpec:
 
     @property
     def cleared(self) -> bool:
-        """Whether several K blocks' sums begin at zero rather than with the first block's products: for these ptxas
-        finds too few registers otherwise."""
-        return self.swapped and self.scaled and self.groups > 1
+        """Whether promoted sums begin at zero rather than with the first K block's products, which saves the time of a
+        batch of WGMMAs: where there is no second block, and where ptxas finds too few registers otherwise."""
+        return self.k_blocks == 1 or (self.swapped and self.scaled and self.groups > 1)
 
     def part_steps(self, part: int, columns: int) -> tuple[int, int]:
         """From the operands of a math warpgroup to those of its accumulator `part`, `columns` wide, in descriptors'
@@ -319,6 +319,8 @@ def make_spec(knobs: Knobs, name: str, **fixed: Any) -> GemmSpec:
         raise ConfigError("tile_rows", knobs.tile_rows, f"{most} or less with {given}: registers hold no more")
     if knobs.mma_cols > BLOCK and (knobs.mma_cols > knobs.tile_cols or spec.mode != "single"):
         raise ConfigError("mma_cols", knobs.mma_cols, "128, or 256 with accum='single' and tile_cols=256")
+    if spec.mode == "promoted" and spec.k_blocks == 1:
+        spec = replace(spec, mode="single")  # its products are the sum; ptxas serialises the other loop then (C7511)
     across = spec.n // spec.columns
     if across % spec.cluster_cols:
         raise ConfigError("cluster_cols", knobs.cluster_cols, f"1 for {name}, which has {across} column tiles")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import numerics
 from ..config import Knobs, MoEConfig
-from ..errors import InputError
+from ..errors import ConfigError, InputError
 from ..wire import RowFormat
 
 
@@ -37,9 +37,14 @@ def config_of(experts: Experts) -> MoEConfig:
     return experts.cfg
 
 
-def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], *shape: int | None) -> None:
-    """Raise InputError unless `tensor` is a contiguous CUDA tensor of (one) dtype and shape (None: any size)."""
+def check(
+    name: str, tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], *shape: int | None, align: int = 16
+) -> None:
+    """Raise InputError unless `tensor` is a contiguous CUDA tensor of (one) dtype and shape (None: any size) at a
+    multiple of `align` bytes."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if not isinstance(tensor, Tensor):
+        raise InputError(name, type(tensor).__name__, "a torch.Tensor")
     if not tensor.is_cuda:
         raise InputError(f"{name}.device", str(tensor.device), "a CUDA device")
     if tensor.dtype not in dtypes:
@@ -49,15 +54,20 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...
         raise InputError(f"{name}.shape", tuple(tensor.shape), str(tuple("any" if w is None else w for w in shape)))
     if not tensor.is_contiguous():
         raise InputError(f"{name}.stride()", tensor.stride(), "contiguous")
-    if tensor.data_ptr() % 16:
-        raise InputError(f"{name}.data_ptr()", tensor.data_ptr(), "a multiple of 16")
+    if tensor.data_ptr() % align:
+        raise InputError(f"{name}.data_ptr()", tensor.data_ptr(), f"a multiple of {align}")
+
+
+def check_together(device: torch.device, **tensors: Tensor | None) -> None:
+    """Raise InputError unless all tensors, None aside, are on `device`, where the kernel runs."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise InputError(f"{name}.device", str(tensor.device), f"{device}, as the rows")
 
 
 def check_rows(name: str, tensor: Tensor, pitch: int) -> None:
     """Raise InputError unless `tensor` holds row records: uint8 [R, pitch] on a GPU, at a multiple of 128."""
-    check(name, tensor, torch.uint8, None, pitch)
-    if tensor.data_ptr() % 128:
-        raise InputError(f"{name}.data_ptr()", tensor.data_ptr(), "a multiple of 128")
+    check(name, tensor, torch.uint8, None, pitch, align=128)
 
 
 def weight_address(cfg: MoEConfig, place: str, weights: Tensor | None, rows: int) -> int:
@@ -71,14 +81,16 @@ def weight_address(cfg: MoEConfig, place: str, weights: Tensor | None, rows: int
 
 
 def ctas(like: Tensor, num_sms: int | None) -> int:
-    """CTAs of a persistent launch: num_sms, or every SM of the device."""
+    """CTAs of a persistent launch: num_sms, or every SM of the device. Raises ConfigError for what is no number."""
+    if num_sms is not None and not (type(num_sms) is int and 1 <= num_sms < 1 << 31):
+        raise ConfigError("num_sms", num_sms, "None or an int of at least 1")
     return num_sms or torch.cuda.get_device_properties(like.device).multi_processor_count
 
 
 def tickets(given: Tensor | None, knobs: Knobs, device: torch.device) -> Tensor:
     """What an atomic schedule counts in (gemm_queue.py), int32 [2] of 0: `given`, or new; [0] with a static one."""
     if given is not None:
-        check("tickets", given, torch.int32, 2)
+        check("tickets", given, torch.int32, 2, align=4)
         return given
     return torch.zeros(2 if knobs.schedule == "atomic" else 0, dtype=torch.int32, device=device)
 

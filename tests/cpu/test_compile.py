@@ -50,9 +50,9 @@ def test_full_stages_fit_shared_memory(kind, spec, shape, experts, knobs) -> Non
     assert asked == [kernel.smem_bytes] and asked[0] <= SMEM_BYTES
 
 
-@pytest.mark.parametrize("intermediate", [256, 384])
+@pytest.mark.parametrize("intermediate", [128, 256, 384])
 def test_few_k_blocks_are_not_serialised(intermediate: int) -> None:
-    """Of a promoted sum over two K blocks ptxas would make straight-line code and then wait for each WGMMA."""
+    """Of a promoted sum over one or two K blocks ptxas would make straight-line code and then wait for each WGMMA."""
     for mode in (dict(), dict(scale="tensor"), dict(scale="tensor", accum="single")):
         cfg = MoEConfig(**dict(V3, intermediate=intermediate), **mode)
         for knobs in heuristics.candidates(cfg):

@@ -176,3 +176,46 @@ def test_gemm_functions_refuse_what_is_no_pack(name):
     rows, start = torch.empty(0, 128, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(errors.InputError, match="experts = 'Tensor': must be an ExpertWeights"):
         getattr(kernels, name)(rows, start, rows)
+
+
+class OnGPU:
+    """Makes a CPU tensor say that it is on a GPU."""
+
+    is_cuda = True
+
+
+def on_gpu(tensor):
+    kind = type("Fake", (OnGPU, torch.Tensor), {})
+    return tensor.as_subclass(kind)
+
+
+def test_what_a_kernel_is_given_is_checked():
+    from megamoe.kernels import rows
+
+    good = on_gpu(torch.zeros(4, 4, dtype=torch.int32))
+    rows.check("x", good, torch.int32, 4, None)
+    cases = [
+        ([1], torch.int32, (4, 4), r"x = .list.: must be a torch.Tensor"),
+        (torch.zeros(4, 4, dtype=torch.int32), torch.int32, (4, 4), r"x.device = .cpu.: must be a CUDA device"),
+        (good, torch.float32, (4, 4), r"x.dtype = torch.int32"),
+        (good, torch.int32, (4, 5), r"x.shape = \(4, 4\)"),
+        (good.t(), torch.int32, (4, 4), r"x.stride\(\) = \(1, 4\)"),
+        (good[0, 1:], torch.int32, (3,), r"x.data_ptr\(\) = .* multiple of 16"),
+    ]
+    for tensor, dtype, shape, text in cases:
+        with pytest.raises(InputError, match=text):
+            rows.check("x", tensor, dtype, *shape)
+    rows.check("x", good[0, 1:], torch.int32, 3, align=4)
+    assert rows.tickets(good[0, 1:3], Knobs(schedule="atomic"), good.device) is not None
+    rows.check_together(good.device, a=good, b=None)
+    with pytest.raises(InputError, match=r"b.device = 'cpu': must be cuda:1, as the rows"):
+        rows.check_together(torch.device("cuda:1"), a=None, b=good)
+
+
+@pytest.mark.parametrize("number", [0, -3, 2.5, True, "x", 1 << 40])
+def test_num_sms_is_a_number_of_sms(number):
+    from megamoe.kernels import rows
+
+    assert rows.ctas(torch.empty(0), 3) == 3
+    with pytest.raises(ConfigError, match=r"num_sms = .*: must be None or an int of at least 1"):
+        rows.ctas(torch.empty(0), number)
