@@ -67,9 +67,11 @@ def compile_all(args: argparse.Namespace) -> bool:
         lines.append((entry.name, entry.mode, found.registers, shared_bytes(kernel), found.stack, spills, seconds))
     units = "shared, stack and spills in bytes; the tests compile every mode"
     print(f"\nOne build of each kernel, compiled for {ARCH} ({units})\n")
-    print(f"{'kernel':10}  {'mode':40}  {'registers':>9}  {'shared':>6}  {'stack':>5}  {'spills':>6}  {'seconds':>7}")
-    for line in lines:
-        print("{:10}  {:40}  {:9d}  {:6d}  {:5d}  {:6d}  {:7.1f}".format(*line))
+    width = max(len(mode) for _, mode, *_ in lines)
+    columns = "{:10}  {:" + str(width) + "}  {:>9}  {:>6}  {:>5}  {:>6}  {:>7}"
+    print(columns.format("kernel", "mode", "registers", "shared", "stack", "spills", "seconds"))
+    for *line, seconds in lines:
+        print(columns.format(*line, f"{seconds:.1f}"))
     print(f"\n{len(lines)} kernels in {total:.1f} s; {'no spills, no stack' if good else 'NOT ALL CLEAN'}")
     return good
 
