@@ -107,7 +107,7 @@ def fc1_tile(
     Addresses as in FC1.ARGS; the others as in gemm_items.run_item.
     """
     gemm = spec.gemm
-    items = gemm.passes * gemm.halves
+    spans = gemm.passes * gemm.halves
     mine = gemm_main.thread_rows(math, tile)
     safe = gemm_main.safe_rows(math, tile)
     live = tuple(gemm_epilogue.row_live(row, tile.end) for row in mine)
@@ -117,7 +117,7 @@ def fc1_tile(
     weights = ()
     if cutlass.const_expr(spec.weighted):
         weights = tuple(load_scale(gemm_epilogue.row_address(pool_weight, 4, row)) for row in safe)
-    values = cute.make_rmem_tensor(32 * items, Float32)
+    values = cute.make_rmem_tensor(32 * spans, Float32)
     for number in cutlass.range_constexpr(gemm.passes):
         place = gemm_scales.place(gemm, ring.scales, tile, item, number, math.row) if gemm.scaled else None
         stage, phase = gemm_main.start_tile(gemm, ring, math, stage, phase, place, number == gemm.passes - 1)
@@ -129,18 +129,18 @@ def fc1_tile(
             if cutlass.const_expr(spec.keep_preactivation):
                 dests = tuple(gemm_epilogue.row_address(kept, spec.kept_pitch, row) for row in mine)
                 gemm_epilogue.store_preactivation(
-                    *(spec.intermediate, math.acc[half], tile.column * items + at),
+                    *(spec.intermediate, math.acc[half], tile.column * spans + at),
                     *(factor, not gemm.scaled, math.quad, dests, live),
                 )
         since = trace.end(math.pen, since, Role.MATH, Phase.ACTIVATE, tile.index)
     dests = tuple(gemm_epilogue.row_address(act, spec.act_pitch, row) for row in mine)
     gemm_epilogue.store_activation(
-        *(gemm.fp8, spec.act_group if gemm.scaled else 0, spec.intermediate, items),
+        *(gemm.fp8, spec.act_group if gemm.scaled else 0, spec.intermediate, spans),
         *(values, act_scale, tile.column, math.quad, dests, live),
     )
     if cutlass.const_expr(spec.debug):
         dests = tuple(gemm_epilogue.row_address(kept, spec.kept_pitch, row) for row in mine)
-        gemm_epilogue.store_debug(items, values, tile.column, math.quad, dests, live)
+        gemm_epilogue.store_debug(spans, values, tile.column, math.quad, dests, live)
     trace.end(math.pen, since, Role.MATH, Phase.STORE, tile.index)
     return stage, phase
 

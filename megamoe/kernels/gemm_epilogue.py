@@ -2,7 +2,8 @@
 
 Each thread stores its own rows in 16-byte pieces (wire.interleave_gate_up and interleave_down put the
 weight rows in the order that makes this possible). Functions take the destination address of each of the
-thread's two rows and whether it is live, so rows may go anywhere, a peer included.
+thread's two rows and whether it is live, so rows may go anywhere, a peer included. A span is 64 columns of
+activations, what a weight tile of gate and up gives.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def swiglu(clamp: cutlass.Constexpr, gate: Float32, up: Float32) -> Float32:
 def activate(
     clamp: cutlass.Constexpr,
     acc: cute.Tensor,
-    item: cutlass.Constexpr,
+    span: cutlass.Constexpr,
     factor: Float32,
     scaled: cutlass.Constexpr,
     weights: tuple,
     values: cute.Tensor,
 ):
-    """SwiGLU of one pass: values[32 * item + 16h + v] = silu(gate) * up of row half h, column 16 * quad + v.
+    """SwiGLU of one pass: values[32 * span + 16h + v] = silu(gate) * up of row half h, column 16 * quad + v.
 
     scaled: multiply gate and up by `factor` first (tensor mode). weights: a factor of each row half, or ().
     Gate sits in even and up in odd chunks of acc (fragment order, MathThread).
@@ -63,7 +64,7 @@ def activate(
             value = swiglu(clamp, gate, up)
             if cutlass.const_expr(len(weights) == 2):
                 value *= weights[h]
-            values[32 * item + 16 * h + v] = value
+            values[32 * span + 16 * h + v] = value
 
 
 @cute.jit
@@ -75,11 +76,11 @@ def quad_max(value: Float32) -> Float32:
 
 @cute.jit
 def group_amax(values: cute.Tensor, first: cutlass.Constexpr, last: cutlass.Constexpr, h: cutlass.Constexpr) -> Float32:
-    """Largest magnitude of a row half in items first .. last - 1, which the lanes of a quad share."""
+    """Largest magnitude of a row half in spans first .. last - 1, which the lanes of a quad share."""
     amax = Float32(0.0)
-    for item in cutlass.range_constexpr(first, last):
+    for span in cutlass.range_constexpr(first, last):
         for v in cutlass.range_constexpr(16):
-            amax = prims.fmax(amax, prims.fabs(values[32 * item + 16 * h + v]))
+            amax = prims.fmax(amax, prims.fabs(values[32 * span + 16 * h + v]))
     return quad_max(amax)
 
 
@@ -88,7 +89,7 @@ def store_activation(
     fp8: cutlass.Constexpr,
     group: cutlass.Constexpr,
     intermediate: cutlass.Constexpr,
-    items: cutlass.Constexpr,
+    spans: cutlass.Constexpr,
     values: cute.Tensor,
     act_scale: Float32,
     column: Int32,
@@ -98,34 +99,34 @@ def store_activation(
 ):
     """Quantise `values` of activate() and store codes, and in block mode the scales, into two row records.
 
-    items: of 64 columns each. column: the work item's column tile; its codes start at 64 * items * column.
+    spans: of 64 columns each. column: the work item's column tile; its codes start at 64 * spans * column.
     group: columns that share a scale, which is stored behind the codes; 0 in tensor mode, with act_scale for all.
     """
-    together = group // 64 if group else items
+    together = group // 64 if group else spans
     for h in cutlass.range_constexpr(2):
-        for first in cutlass.range_constexpr(0, items, together):
+        for first in cutlass.range_constexpr(0, spans, together):
             scale = act_scale
             if cutlass.const_expr(group):
                 scale = quantize.group_scale(group_amax(values, first, first + together, h), fp8)
-            for item in cutlass.range_constexpr(first, first + together):
-                words = quantize.codes_of([values[32 * item + 16 * h + i] for i in range(16)], scale, group > 0, fp8)
+            for span in cutlass.range_constexpr(first, first + together):
+                words = quantize.codes_of([values[32 * span + 16 * h + i] for i in range(16)], scale, group > 0, fp8)
                 if live[h]:
-                    prims.st_v4(dests[h] + Int64((column * items + item) * 64 + quad * 16), *words)
+                    prims.st_v4(dests[h] + Int64((column * spans + span) * 64 + quad * 16), *words)
             if cutlass.const_expr(group):
                 if live[h] and quad == 0:
-                    number = (column * items + first) // together
+                    number = (column * spans + first) // together
                     prims.st_f32(dests[h] + intermediate + Int64(number) * 4, scale)
 
 
 @cute.jit
-def store_debug(items: cutlass.Constexpr, values: cute.Tensor, column: Int32, quad: Int32, dests: tuple, live: tuple):
+def store_debug(spans: cutlass.Constexpr, values: cute.Tensor, column: Int32, quad: Int32, dests: tuple, live: tuple):
     """Store the fp32 `values` of activate() as they are into two rows of an fp32 array."""
     for h in cutlass.range_constexpr(2):
-        for item in cutlass.range_constexpr(items):
+        for span in cutlass.range_constexpr(spans):
             for w in cutlass.range_constexpr(4):
-                at = 32 * item + 16 * h + 4 * w
+                at = 32 * span + 16 * h + 4 * w
                 words = [prims.f32_to_bits(values[at + i]) for i in range(4)]
-                offset = ((column * items + item) * 64 + quad * 16 + 4 * w) * 4
+                offset = ((column * spans + span) * 64 + quad * 16 + 4 * w) * 4
                 if live[h]:
                     prims.st_v4(dests[h] + Int64(offset), *words)
 
@@ -151,7 +152,7 @@ def bf16_words(values: list, factor: Float32 | None) -> list:
 def store_preactivation(
     intermediate: cutlass.Constexpr,
     acc: cute.Tensor,
-    item: Int32,
+    span: Int32,
     factor: Float32,
     scaled: cutlass.Constexpr,
     quad: Int32,
@@ -160,11 +161,11 @@ def store_preactivation(
 ):
     """Store one pass' gate and up, before clamp and SwiGLU, into two bf16 rows [2 * intermediate], gate first.
 
-    item: the pass' number in its row; its columns start at 64 * item. scaled and factor: as in activate().
+    span: the pass' number in its row; its columns start at 64 * span. scaled and factor: as in activate().
     """
     for h in cutlass.range_constexpr(2):
         if live[h]:
-            at = dests[h] + Int64(item * 64 + quad * 16) * 2
+            at = dests[h] + Int64(span * 64 + quad * 16) * 2
             for part in cutlass.range_constexpr(2):
                 for piece in cutlass.range_constexpr(2):
                     chunks = range(8 * piece + part, 8 * piece + 8, 2)

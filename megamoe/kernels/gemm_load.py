@@ -144,6 +144,60 @@ def row_tiles(
     return cpasync.tma_partition(atom, part, layout, cute.group_modes(here, 0, 2), cute.group_modes(source, 0, 2))
 
 
+class RowLoads(NamedTuple):
+    """TMA views (to, from) of a tile's rows, for each atom of Operands: all of them, all for both CTAs of a column (or
+    ()), the first of GemmSpec.loads. count: how many to load, tile_rows or one of loads; due: a stage's bytes then."""
+
+    whole: tuple
+    both: tuple
+    few: list
+    count: Int32
+    due: Int32
+
+
+@cute.jit
+def row_loads(gemm: cutlass.Constexpr, ops: Operands, ring: Ring, tile: Tile) -> RowLoads:
+    """How a tile's rows are loaded."""
+    place = cluster_place(gemm)
+    whole = row_tiles(gemm, ops.atom_a, ops.a, ring, tile, gemm.tile_rows, place[1], gemm.cluster_cols)
+    both, few, count = (), [], Int32(gemm.tile_rows)
+    if cutlass.const_expr(gemm.shares_rows):
+        both = row_tiles(gemm, *ops.both, ring, tile, gemm.tile_rows, place[0], gemm.cluster_rows)
+    live = cute.arch.make_warp_uniform(tile.end - tile.row)
+    for i in cutlass.range_constexpr(len(gemm.loads) - 1, -1, -1):
+        few.insert(0, row_tiles(gemm, *ops.few[i], ring, tile, gemm.loads[i], 0, 1))
+        if live <= gemm.loads[i]:
+            count = Int32(gemm.loads[i])
+    return RowLoads(whole, both, few, count, gemm.stage_bytes - (gemm.tile_rows - count) * BLOCK)
+
+
+@cute.jit
+def copy_rows(
+    gemm: cutlass.Constexpr, ops: Operands, loads: RowLoads, tile: Tile, kb: Int32, stage: Int32, full: cute.Pointer
+):
+    """Issue TMA of a tile's rows of K block kb."""
+    to, source = loads.whole
+    if cutlass.const_expr(gemm.cluster_cols > 1):
+        place = cluster_place(gemm)
+        mask = Int16(((1 << gemm.cluster_cols) - 1) << place[0] * gemm.cluster_cols)
+        cute.copy(ops.atom_a, source[(None, kb)], to[(None, stage)], tma_bar_ptr=full, mcast_mask=mask)
+    else:
+        for i in cutlass.range_constexpr(len(gemm.loads)):
+            if loads.count == gemm.loads[i]:
+                to_few, few = loads.few[i]
+                cute.copy(ops.few[i][0], few[(None, kb)], to_few[(None, stage)], tma_bar_ptr=full)
+        if loads.count == gemm.tile_rows:
+            together = not tile.stacked if gemm.shares_rows else False
+            if together:
+                if cutlass.const_expr(gemm.shares_rows):
+                    everybody = Int16((1 << gemm.cluster_rows) - 1)
+                    to_both, both = loads.both
+                    there = to_both[(None, stage)]
+                    cute.copy(ops.both[0], both[(None, kb)], there, tma_bar_ptr=full, mcast_mask=everybody)
+            else:
+                cute.copy(ops.atom_a, source[(None, kb)], to[(None, stage)], tma_bar_ptr=full)
+
+
 @cute.jit
 def produce_tile(
     gemm: cutlass.Constexpr,
@@ -160,16 +214,7 @@ def produce_tile(
     item: the CTA's number of it, from 0. pen: see trace.py.
     """
     place = cluster_place(gemm)
-    to_a, from_a = row_tiles(gemm, ops.atom_a, ops.a, ring, tile, gemm.tile_rows, place[1], gemm.cluster_cols)
-    if cutlass.const_expr(gemm.shares_rows):
-        to_both, from_both = row_tiles(gemm, *ops.both, ring, tile, gemm.tile_rows, place[0], gemm.cluster_rows)
-    live = cute.arch.make_warp_uniform(tile.end - tile.row)
-    few, loaded = [], Int32(gemm.tile_rows)
-    for i in cutlass.range_constexpr(len(gemm.loads) - 1, -1, -1):
-        few.insert(0, row_tiles(gemm, *ops.few[i], ring, tile, gemm.loads[i], 0, 1))
-        if live <= gemm.loads[i]:
-            loaded = Int32(gemm.loads[i])
-    rows_due = gemm.stage_bytes - (gemm.tile_rows - loaded) * BLOCK
+    rows = row_loads(gemm, ops, ring, tile)
     if cutlass.const_expr(gemm.scaled):
         windows = gemm_scales.row_windows(gemm, ops.scales, ring.scales, tile)
     trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)  # here too: what the stage told of its last tile is read
@@ -183,27 +228,12 @@ def produce_tile(
         for kb in cutlass.range(gemm.k_blocks, unroll=1):
             full = ring.full + stage
             trace.mbarrier_wait(pen, ring.empty + stage, phase ^ 1)
-            due = rows_due
+            due = rows.due
             if cutlass.const_expr(gemm.scaled):
                 due += gemm_scales.due_bytes(gemm, tile, number, kb)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, due)
-            if cutlass.const_expr(gemm.cluster_cols == 1):
-                for i in cutlass.range_constexpr(len(gemm.loads)):
-                    if loaded == gemm.loads[i]:
-                        cute.copy(ops.few[i][0], few[i][1][(None, kb)], few[i][0][(None, stage)], tma_bar_ptr=full)
-                if loaded == gemm.tile_rows:
-                    alone = not tile.stacked if gemm.shares_rows else False
-                    if alone:
-                        if cutlass.const_expr(gemm.shares_rows):
-                            everybody = Int16((1 << gemm.cluster_rows) - 1)
-                            source, to = from_both[(None, kb)], to_both[(None, stage)]
-                            cute.copy(ops.both[0], source, to, tma_bar_ptr=full, mcast_mask=everybody)
-                    else:
-                        cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full)
-            else:
-                mask = Int16(((1 << gemm.cluster_cols) - 1) << place[0] * gemm.cluster_cols)
-                cute.copy(ops.atom_a, from_a[(None, kb)], to_a[(None, stage)], tma_bar_ptr=full, mcast_mask=mask)
+            copy_rows(gemm, ops, rows, tile, kb, stage, full)
             if cutlass.const_expr(gemm.cluster_rows == 1):
                 copy_weights(gemm, ops.atom_b, from_b, to_b, kb, stage, full, None)
             elif tile.stacked:
