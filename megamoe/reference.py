@@ -247,14 +247,16 @@ def layer(
     experts: packs that hold experts 0..E-1 together, in rank order (one pack of all E is fine too).
     xs, ids, weights: one entry a rank, x [T_r, H] or (codes, scales) already quantised, ids and weights
     [T_r, K]. world_size, when given, must be their number. All tensors on one device. The tokens of all
-    ranks are computed together, so a result depends on W only through which rank asked for it.
+    ranks are computed together, so a result depends on W only through which rank asked for it. Raises
+    InputError for packs that aren't canonical, tensors or other lengths instead of lists, and shapes that don't fit.
     """
     for pack in experts:
         if not isinstance(pack, CanonicalExperts):
             allowed = "numerics.CanonicalExperts, as experts.canonical() gives"
             raise InputError("experts", [type(pack).__name__ for pack in experts], allowed)
-    if isinstance(xs, Tensor):
-        raise InputError("xs", "Tensor", "a list, one entry a rank")
+    for name, values in (("xs", xs), ("ids", ids), ("weights", weights)):
+        if isinstance(values, Tensor):
+            raise InputError(name, "Tensor", "a list, one entry a rank")
     ranks = len(xs) if world_size is None else world_size
     for name, values in (("xs", xs), ("ids", ids), ("weights", weights)):
         if len(values) != ranks:

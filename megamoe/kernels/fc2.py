@@ -72,8 +72,8 @@ def fc2_tile(
     item: Int32,
     since: Int64 | None,
 ):
-    """Math warps: one work item from stages to bf16 rows, with GemmSpec.late the last half's later. Returns the ring
-    state after it.
+    """Math warps: one work item from stages to bf16 rows, with GemmSpec.late the last half's under the next one
+    (a trace counts those stores to its main loop). Returns the ring state after it.
 
     Addresses as in FC2.ARGS; the others as in gemm_items.run_item.
     """

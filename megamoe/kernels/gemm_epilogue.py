@@ -198,7 +198,7 @@ class Late(NamedTuple):
 
 @cute.jit
 def make_late() -> Late:
-    """Nothing yet."""
+    """A Late of a thread that has stored all."""
     late = Late(*(cute.make_rmem_tensor(n, kind) for n, kind in ((4, Int32), (2, Int64), (2, Float32))))
     late.words[0] = Int32(0)
     return late

@@ -157,7 +157,8 @@ class RowLoads(NamedTuple):
 
 @cute.jit
 def row_loads(gemm: cutlass.Constexpr, ops: Operands, ring: Ring, tile: Tile) -> RowLoads:
-    """How a tile's rows are loaded."""
+    """Views of a tile's rows, and how many of them this CTA loads: no more than the least of loads that holds the live
+    ones."""
     place = cluster_place(gemm)
     whole = row_tiles(gemm, ops.atom_a, ops.a, ring, tile, gemm.tile_rows, place[1], gemm.cluster_cols)
     both, few, count = (), [], Int32(gemm.tile_rows)
@@ -175,7 +176,8 @@ def row_loads(gemm: cutlass.Constexpr, ops: Operands, ring: Ring, tile: Tile) ->
 def copy_rows(
     gemm: cutlass.Constexpr, ops: Operands, loads: RowLoads, tile: Tile, kb: Int32, stage: Int32, full: cute.Pointer
 ):
-    """Issue TMA of a tile's rows of K block kb."""
+    """Issue TMA of a tile's rows (row_loads) of K block kb to a stage, whose full barrier counts the bytes: to this
+    CTA, and what CTAs of a row or a column share to all of them."""
     to, source = loads.whole
     if cutlass.const_expr(gemm.cluster_cols > 1):
         place = cluster_place(gemm)

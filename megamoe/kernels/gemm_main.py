@@ -236,7 +236,7 @@ def add_promoted(
                         acc[at] = product if first else acc[at] + product
 
 
-def reads_late(gemm: cutlass.Constexpr, math: MathThread) -> bool:
+def holds_scales(gemm: cutlass.Constexpr, math: MathThread) -> bool:
     """Whether a K block with swapped operands' scales goes into a single accumulator: then some of the scales that were
     read from its stage may not have been waited for until its last additions are made."""
     return gemm.scaled and gemm.swapped and len(math.acc) == 1
@@ -295,7 +295,7 @@ def promote_block(
     """
     groups = gemm.groups if gemm.scaled else 1
     next_stage, next_phase, next_operands = stage, phase, operands
-    held = reads_late(gemm, math)
+    held = holds_scales(gemm, math)
     for half in cutlass.range_constexpr(len(math.acc)):
         for g in cutlass.range_constexpr(groups):
             warpgroup.fence()
@@ -395,7 +395,7 @@ def finish_tile(
     if cutlass.const_expr(gemm.early > 0):
         hold(ring, stage, phase)
     warpgroup.wait_group(0)
-    held = reads_late(gemm, math)
+    held = holds_scales(gemm, math)
     if cutlass.const_expr(not held):
         release(gemm, ring, stage)
     if cutlass.const_expr(gemm.mode != "single"):

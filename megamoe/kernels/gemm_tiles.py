@@ -96,7 +96,7 @@ class GemmSpec:
     @property
     def late(self) -> bool:
         """Whether FC2 stores the last half of a work item under the next one's first WGMMAs. With block scales that
-        loses 0.4 to 0.9 % (gemm-notes.md), and tiles of 64 rows would spill."""
+        loses up to 1.1 % (gemm-notes.md), and tiles of 64 rows would spill."""
         return self.early > 0 and not self.scaled and self.sharing == 2
 
     @property

@@ -4,7 +4,7 @@ import pytest
 
 from megamoe.sched.order import source_at
 
-IN_FLIGHT = 132 * 4 * 7
+IN_FLIGHT = 132 * 4 * 6
 """Rows that pull copies at once with V3's records: SMs, warps, rows of a warp."""
 
 

@@ -285,6 +285,7 @@ def test_errors_name_the_argument():
         (lambda: reference.layer(cfg, [pack], [x], [ids], [weights], world_size=2), "len(xs)"),
         (lambda: reference.layer(cfg, [object()], [x], [ids], [weights]), "experts"),
         (lambda: reference.layer(cfg, [pack], x, [ids], [weights]), "xs"),
+        (lambda: reference.layer(cfg, [pack], [x], ids, [weights]), "ids"),
         (lambda: reference.layer(cfg, [pack], [x], [ids, ids], [weights]), "len(ids)"),
         (lambda: reference.layer(cfg, [pack, pack], [x], [ids], [weights]), "experts"),
         (
