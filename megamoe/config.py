@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
@@ -29,6 +30,12 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 def _require_int(name: str, value: object, low: int, high: int) -> None:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     _require(is_int and low <= value <= high, name, value, f"an int from {low} to {high}")  # type: ignore[operator]
+
+
+def check_num_sms(num_sms: object, most: float = math.inf) -> None:
+    """Raise ConfigError unless num_sms is None or an int from 1 to `most`."""
+    fits = num_sms is None or (type(num_sms) is int and 1 <= num_sms <= most)
+    _require(fits, "num_sms", num_sms, "None or an int of at least 1")
 
 
 def _require_word(name: str, value: object, words: tuple[str, ...], note: str = "") -> None:

@@ -10,7 +10,7 @@ import torch
 
 from .comm.host import check_timeout
 from .comm.world import World
-from .config import Knobs, MoEConfig
+from .config import Knobs, MoEConfig, check_num_sms
 from .errors import ConfigError, InputError, MegaMoEError
 from .forward import Call, RankForward, check_knobs
 from .inputs import Activations, Inputs, check_inputs, check_out
@@ -31,8 +31,7 @@ def _check_layer(cfg: MoEConfig, packs: list[ExpertWeights], world: World, knobs
         raise ConfigError("experts", f"{len(packs)} packs", f"{len(world.local_ranks)}, one a rank of this process")
     if knobs is not None and not isinstance(knobs, Knobs):
         raise ConfigError("knobs", type(knobs).__name__, "None or Knobs")
-    if num_sms is not None and not (type(num_sms) is int and num_sms >= 1):
-        raise ConfigError("num_sms", num_sms, "None or an int of at least 1")
+    check_num_sms(num_sms)
     local = cfg.experts_local(world.size)
     for rank, pack in zip(world.local_ranks, packs):
         if pack.cfg != cfg:

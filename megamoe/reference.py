@@ -250,15 +250,13 @@ def layer(
     ranks are computed together, so a result depends on W only through which rank asked for it. Raises
     InputError for packs that aren't canonical, tensors or other lengths instead of lists, and shapes that don't fit.
     """
-    for pack in experts:
-        if not isinstance(pack, CanonicalExperts):
-            allowed = "numerics.CanonicalExperts, as experts.canonical() gives"
-            raise InputError("experts", [type(pack).__name__ for pack in experts], allowed)
+    if not all(isinstance(pack, CanonicalExperts) for pack in experts):
+        allowed = "numerics.CanonicalExperts, as experts.canonical() gives"
+        raise InputError("experts", [type(pack).__name__ for pack in experts], allowed)
+    ranks = len(xs) if world_size is None else world_size
     for name, values in (("xs", xs), ("ids", ids), ("weights", weights)):
         if isinstance(values, Tensor):
             raise InputError(name, "Tensor", "a list, one entry a rank")
-    ranks = len(xs) if world_size is None else world_size
-    for name, values in (("xs", xs), ("ids", ids), ("weights", weights)):
         if len(values) != ranks:
             raise InputError(f"len({name})", len(values), f"{ranks}, one a rank")
     held = sum(pack.w13.shape[0] for pack in experts)

@@ -46,10 +46,9 @@ def traffic(tokens: Sequence[int], counts: Sequence[Sequence[int]]) -> list[Traf
     found = []
     for rank in range(world_size):
         mine = slice(rank * local, (rank + 1) * local)
-        sent, kept = sum(counts[rank]), sum(counts[rank][mine])
-        received = [sum(column) for column in zip(*(count[mine] for count in counts))]
-        rows, hit = sum(received), sum(1 for n in received if n)
         homes = tuple(sum(count[mine]) for count in counts)
+        sent, kept, rows = sum(counts[rank]), homes[rank], sum(homes)
+        hit = sum(1 for column in zip(*(count[mine] for count in counts)) if any(column))
         found.append(Traffic(tokens[rank], sent, sent - kept, rows, rows - kept, hit, homes))
     return found
 

@@ -254,21 +254,20 @@ def fc1(
     cfg = rows.config_of(experts)
     rows.check_rows("x_rows", x_rows, wire.input_format(cfg).pitch)
     fmt, total, local = wire.activation_format(cfg), x_rows.shape[0], experts.w13.shape[0]
-    rows.check("expert_start", expert_start, torch.int32, local + 1)
-    weight_address = rows.weight_address(cfg, "activation", weights, total)
+    device = x_rows.device
+    rows.check_device("experts", experts.w13, device)
+    rows.check("expert_start", expert_start, torch.int32, local + 1, device=device)
+    weight_address = rows.weight_address(cfg, "activation", weights, total, device)
     if out is None:
-        out = torch.empty(total, fmt.pitch, dtype=torch.uint8, device=x_rows.device)
-    rows.check("out", out, torch.uint8, total, fmt.pitch)
-    used = weights if weight_address else None
-    together = dict(expert_start=expert_start, experts=experts.w13, weights=used, out=out, tickets=tickets)
-    rows.check_together(x_rows.device, **together)
+        out = torch.empty(total, fmt.pitch, dtype=torch.uint8, device=device)
+    rows.check("out", out, torch.uint8, total, fmt.pitch, device=device)
     spec = FC1Spec.from_config(cfg, local, knobs, debug, keep_preactivation)
     columns, dtype = (2 * cfg.intermediate, torch.bfloat16) if keep_preactivation else (cfg.intermediate, torch.float32)
-    kept = torch.empty(total if debug or keep_preactivation else 0, columns, dtype=dtype, device=x_rows.device)
-    tickets = rows.tickets(tickets, knobs, x_rows.device)
+    kept = torch.empty(total if debug or keep_preactivation else 0, columns, dtype=dtype, device=device)
+    tickets = rows.tickets(tickets, knobs, device)
     if total:
         build.run(
-            *(FC1(spec), x_rows.device),
+            *(FC1(spec), device),
             *(x_rows.data_ptr(), expert_start.data_ptr(), experts.w13.data_ptr(), experts.w13_scale.data_ptr()),
             *(weight_address, out.data_ptr(), kept.data_ptr(), total, rows.ctas(x_rows, num_sms)),
             *(experts.x_scale or 1.0, experts.act_scale or 1.0, tickets.data_ptr()),

@@ -193,23 +193,21 @@ def fc2(
     act_rows: uint8 [R, pitch], records of wire.activation_format(cfg), as fc1 returns them. expert_start:
     int32 [E_local + 1]. weights: fp32 [R], needed with route_weight="output". num_sms: CTAs to launch,
     default all SMs. tickets: as of fc1. Returns bf16 [R, H] (in `out` if given); rows of no expert are left as they
-    were. Raises InputError when an argument doesn't fit.
+    were. Raises InputError when an argument doesn't fit, ConfigError for knobs that don't.
     """
     cfg = rows.config_of(experts)
     rows.check_rows("act_rows", act_rows, wire.activation_format(cfg).pitch)
-    local, total = experts.w2.shape[0], act_rows.shape[0]
-    rows.check("expert_start", expert_start, torch.int32, local + 1)
-    weight_address = rows.weight_address(cfg, "output", weights, total)
+    local, total, device = experts.w2.shape[0], act_rows.shape[0], act_rows.device
+    rows.check_device("experts", experts.w2, device)
+    rows.check("expert_start", expert_start, torch.int32, local + 1, device=device)
+    weight_address = rows.weight_address(cfg, "output", weights, total, device)
     if out is None:
-        out = torch.empty(total, cfg.hidden, dtype=torch.bfloat16, device=act_rows.device)
-    rows.check("out", out, torch.bfloat16, total, cfg.hidden)
-    used = weights if weight_address else None
-    together = dict(expert_start=expert_start, experts=experts.w2, weights=used, out=out, tickets=tickets)
-    rows.check_together(act_rows.device, **together)
-    tickets = rows.tickets(tickets, knobs, act_rows.device)
+        out = torch.empty(total, cfg.hidden, dtype=torch.bfloat16, device=device)
+    rows.check("out", out, torch.bfloat16, total, cfg.hidden, device=device)
+    tickets = rows.tickets(tickets, knobs, device)
     if total:
         build.run(
-            *(FC2(FC2Spec.from_config(cfg, local, knobs)), act_rows.device),
+            *(FC2(FC2Spec.from_config(cfg, local, knobs)), device),
             *(act_rows.data_ptr(), expert_start.data_ptr(), experts.w2.data_ptr(), experts.w2_scale.data_ptr()),
             *(weight_address, out.data_ptr(), total, rows.ctas(act_rows, num_sms), experts.act_scale or 1.0),
             tickets.data_ptr(),

@@ -79,9 +79,7 @@ def make_math_thread(
     row = prims.keep(thread // 32 * 16 + thread % 32 // 4)
     scales = tuple(cute.make_rmem_tensor(n, Float32) for n in (2 * gemm.groups, gemm.w_scales))
     factors = cute.make_rmem_tensor((2 * gemm.groups, gemm.w_scales), Float32)
-    late = None
-    if cutlass.const_expr(gemm.late):
-        late = gemm_epilogue.make_late()
+    late = gemm_epilogue.make_late() if gemm.late else None
     return MathThread(a, b, acc, sums, temp, scales, factors, row, first, thread % 4, group, pen, None, late)
 
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import numerics
-from ..config import Knobs, MoEConfig
-from ..errors import ConfigError, InputError
+from ..config import Knobs, MoEConfig, check_num_sms
+from ..errors import InputError
 from ..wire import RowFormat
+
+MOST_CTAS = 2**31 - 1  # of a grid (CUDA C programming guide, compute capabilities)
 
 
 class Experts(Protocol):
@@ -37,16 +39,29 @@ def config_of(experts: Experts) -> MoEConfig:
     return experts.cfg
 
 
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise InputError unless `tensor` is on `device`, where the rows are and the kernel runs."""
+    if tensor.device != device:
+        raise InputError(f"{name}.device", str(tensor.device), f"{device}, as the rows")
+
+
 def check(
-    name: str, tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], *shape: int | None, align: int = 16
+    name: str,
+    tensor: Tensor,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    *shape: int | None,
+    align: int = 16,
+    device: torch.device | None = None,
 ) -> None:
     """Raise InputError unless `tensor` is a contiguous CUDA tensor of (one) dtype and shape (None: any size) at a
-    multiple of `align` bytes."""
+    multiple of `align` bytes. device: the one that it must be on, None for any."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if not isinstance(tensor, Tensor):
         raise InputError(name, type(tensor).__name__, "a torch.Tensor")
     if not tensor.is_cuda:
         raise InputError(f"{name}.device", str(tensor.device), "a CUDA device")
+    if device is not None:
+        check_device(name, tensor, device)
     if tensor.dtype not in dtypes:
         raise InputError(f"{name}.dtype", tensor.dtype, " or ".join(map(str, dtypes)))
     fits = tensor.ndim == len(shape) and all(w is None or w == s for w, s in zip(shape, tensor.shape))
@@ -58,39 +73,31 @@ def check(
         raise InputError(f"{name}.data_ptr()", tensor.data_ptr(), f"a multiple of {align}")
 
 
-def check_together(device: torch.device, **tensors: Tensor | None) -> None:
-    """Raise InputError unless all tensors, None aside, are on `device`, where the kernel runs."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != device:
-            raise InputError(f"{name}.device", str(tensor.device), f"{device}, as the rows")
-
-
 def check_rows(name: str, tensor: Tensor, pitch: int) -> None:
     """Raise InputError unless `tensor` holds row records: uint8 [R, pitch] on a GPU, at a multiple of 128."""
     check(name, tensor, torch.uint8, None, pitch, align=128)
 
 
-def weight_address(cfg: MoEConfig, place: str, weights: Tensor | None, rows: int) -> int:
-    """Address of the rows' routing weights fp32 [rows] where cfg.route_weight is `place`, else 0."""
+def weight_address(cfg: MoEConfig, place: str, weights: Tensor | None, rows: int, device: torch.device) -> int:
+    """Address of the rows' routing weights fp32 [rows] on `device` where cfg.route_weight is `place`, else 0."""
     if cfg.route_weight != place:
         return 0
     if weights is None:
         raise InputError("weights", None, f"the rows' routing weights with route_weight={place!r}")
-    check("weights", weights, torch.float32, rows)
+    check("weights", weights, torch.float32, rows, device=device)
     return weights.data_ptr()
 
 
 def ctas(like: Tensor, num_sms: int | None) -> int:
     """CTAs of a persistent launch: num_sms, or every SM of the device. Raises ConfigError for what is no number."""
-    if num_sms is not None and not (type(num_sms) is int and 1 <= num_sms < 1 << 31):
-        raise ConfigError("num_sms", num_sms, "None or an int of at least 1")
+    check_num_sms(num_sms, MOST_CTAS)
     return num_sms or torch.cuda.get_device_properties(like.device).multi_processor_count
 
 
 def tickets(given: Tensor | None, knobs: Knobs, device: torch.device) -> Tensor:
     """What an atomic schedule counts in (gemm_queue.py), int32 [2] of 0: `given`, or new; [0] with a static one."""
     if given is not None:
-        check("tickets", given, torch.int32, 2, align=4)
+        check("tickets", given, torch.int32, 2, align=4, device=device)
         return given
     return torch.zeros(2 if knobs.schedule == "atomic" else 0, dtype=torch.int32, device=device)
 

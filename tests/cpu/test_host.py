@@ -37,9 +37,8 @@ def test_knobs_are_among_the_warmed_up_ones(experts, world_size, tokens, top_k):
 
 def test_knobs_follow_the_rows_of_an_expert():
     block = MoEConfig(7168, 2048, 256, 8, 8192)
-    queue = dict(schedule="atomic")
-    small = Knobs(tile_rows=64, cluster_rows=2, **queue)
-    large = Knobs(tile_rows=128, tile_cols=256, cluster_rows=2, **queue)
+    small = Knobs(tile_rows=64, cluster_rows=2, schedule="atomic")
+    large = Knobs(tile_rows=128, tile_cols=256, cluster_rows=2, schedule="atomic")
     for cfg in (block, replace(block, scale="tensor")):
         middle = large if cfg.scale == "block" else replace(large, swap_ab=True)
         want = [(8, small), (24 * 32, small), (25 * 32, middle), (208 * 32, middle), (209 * 32, large)]
@@ -207,9 +206,9 @@ def test_what_a_kernel_is_given_is_checked():
             rows.check("x", tensor, dtype, *shape)
     rows.check("x", good[0, 1:], torch.int32, 3, align=4)
     assert rows.tickets(good[0, 1:3], Knobs(schedule="atomic"), good.device) is not None
-    rows.check_together(good.device, a=good, b=None)
+    rows.check("a", good, torch.int32, 4, 4, device=good.device)
     with pytest.raises(InputError, match=r"b.device = 'cpu': must be cuda:1, as the rows"):
-        rows.check_together(torch.device("cuda:1"), a=None, b=good)
+        rows.check("b", good, torch.int32, 4, 4, device=torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize("number", [0, -3, 2.5, True, "x", 1 << 40])
@@ -219,3 +218,36 @@ def test_num_sms_is_a_number_of_sms(number):
     assert rows.ctas(torch.empty(0), 3) == 3
     with pytest.raises(ConfigError, match=r"num_sms = .*: must be None or an int of at least 1"):
         rows.ctas(torch.empty(0), number)
+
+
+@pytest.mark.parametrize("name", ["fc1", "fc2"])
+def test_gemm_functions_launch_what_fits_and_refuse_another_device(name, monkeypatch):
+    from megamoe import kernels, wire
+    from megamoe.kernels import build
+    from tests.problems import make_weights
+
+    launched = []
+    monkeypatch.setattr(build, "run", lambda kernel, device, *args: launched.append((device, args)))
+    place = "activation" if name == "fc1" else "output"
+    cfg = MoEConfig(hidden=256, intermediate=128, num_experts=2, top_k=1, max_tokens=8, route_weight=place)
+    pack = make_weights(cfg, 1, 0, "cpu")[0]
+    x, act = wire.input_format(cfg).pitch, wire.activation_format(cfg).pitch
+    page = on_gpu(torch.zeros(1 << 14, dtype=torch.uint8))
+    page = page[-page.data_ptr() % 128 :]
+    rows = page[: 4 * (x if name == "fc1" else act)].view(4, -1)
+    out = on_gpu(torch.zeros(4, act, dtype=torch.uint8) if name == "fc1" else torch.zeros(4, 256).bfloat16())
+    given = dict(
+        **dict(knobs=Knobs(schedule="atomic"), num_sms=3, out=out, weights=on_gpu(torch.ones(4))),
+        tickets=on_gpu(torch.zeros(2, dtype=torch.int32)),
+    )
+    start = on_gpu(torch.tensor([0, 1, 4], dtype=torch.int32))
+    assert getattr(kernels, name)(rows, start, pack, **given) is out
+    (device, args), *_ = launched
+    assert device == rows.device and {rows.data_ptr(), out.data_ptr(), given["tickets"].data_ptr(), 4, 3} <= set(args)
+    for field in ("weights", "tickets", "out"):
+        wrong = on_gpu(torch.empty_like(given[field], device="meta"))
+        with pytest.raises(InputError, match=rf"{field}.device = 'meta': must be cpu, as the rows"):
+            getattr(kernels, name)(rows, start, pack, **given | {field: wrong})
+    with pytest.raises(InputError, match=r"expert_start.device = 'meta'"):
+        getattr(kernels, name)(rows, on_gpu(start.to("meta")), pack, **given)
+    assert len(launched) == 1
