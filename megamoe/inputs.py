@@ -9,6 +9,7 @@ import torch
 from . import numerics
 from .config import BLOCK, MoEConfig
 from .errors import InputError
+from .tensors import check_tensor, check_type
 
 Activations = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -28,25 +29,6 @@ class Inputs(NamedTuple):
         return self.x.dtype is not torch.bfloat16
 
 
-def _check(
-    name: str, t: torch.Tensor, shape: tuple[int, ...], dtypes: tuple, device: torch.device, align: int | None = None
-) -> None:
-    """Refuse a tensor that kernels could not read as it is. align: bytes, the element size by default."""
-    if not isinstance(t, torch.Tensor):
-        raise InputError(name, type(t).__name__, "a torch.Tensor")
-    if t.dtype not in dtypes:
-        raise InputError(f"{name}.dtype", t.dtype, " or ".join(str(d) for d in dtypes))
-    if t.shape != shape:
-        raise InputError(f"{name}.shape", tuple(t.shape), str(shape))
-    if t.device != device:
-        raise InputError(f"{name}.device", str(t.device), str(device))
-    if not t.is_contiguous():
-        raise InputError(f"{name}.stride", t.stride(), "contiguous")
-    align = align or t.element_size()
-    if t.data_ptr() % align:
-        raise InputError(f"{name}.data_ptr", t.data_ptr(), f"{align}-byte aligned")
-
-
 def check_inputs(
     cfg: MoEConfig, device: torch.device, x: Activations, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> Inputs:
@@ -62,8 +44,7 @@ def check_inputs(
         if cfg.scale != "block" or len(x) != 2:
             raise InputError("x", f"a tuple of {len(x)}", "one tensor, or (codes, scales) with scale='block'")
         x, scales = x
-    if not isinstance(x, torch.Tensor):
-        raise InputError("x", type(x).__name__, "a torch.Tensor")
+    check_type("x", x)
     if x.dim() != 2:
         raise InputError("x.shape", tuple(x.shape), f"[T, {cfg.hidden}]")
     tokens = x.shape[0]
@@ -75,14 +56,14 @@ def check_inputs(
         dtypes = (torch.bfloat16, fp8)
     else:
         dtypes = (torch.bfloat16,)
-    _check("x", x, (tokens, cfg.hidden), dtypes, device, align=16)
+    check_tensor("x", x, dtypes, (tokens, cfg.hidden), device, align=16)
     if scales is not None:
-        _check("x scales", scales, (tokens, cfg.hidden // BLOCK), (torch.float32,), device)
-    _check("topk_ids", topk_ids, (tokens, cfg.top_k), (torch.int32, torch.int64), device)
-    _check("topk_weights", topk_weights, (tokens, cfg.top_k), (torch.float32, torch.bfloat16), device)
+        check_tensor("x scales", scales, (torch.float32,), (tokens, cfg.hidden // BLOCK), device)
+    check_tensor("topk_ids", topk_ids, (torch.int32, torch.int64), (tokens, cfg.top_k), device)
+    check_tensor("topk_weights", topk_weights, (torch.float32, torch.bfloat16), (tokens, cfg.top_k), device)
     return Inputs(x, scales, topk_ids, topk_weights, tokens)
 
 
 def check_out(cfg: MoEConfig, device: torch.device, out: torch.Tensor, tokens: int) -> None:
     """Check a caller's output tensor: bf16 [T, H], contiguous. Raises InputError."""
-    _check("out", out, (tokens, cfg.hidden), (torch.bfloat16,), device, align=16)
+    check_tensor("out", out, (torch.bfloat16,), (tokens, cfg.hidden), device, align=16)

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import numerics
 from ..config import Knobs, MoEConfig, check_num_sms
 from ..errors import InputError
+from ..tensors import check_tensor, check_type
 from ..wire import RowFormat
 
 MOST_CTAS = 2**31 - 1  # of a grid (CUDA C programming guide, compute capabilities)
@@ -56,21 +57,10 @@ def check(
     """Raise InputError unless `tensor` is a contiguous CUDA tensor of (one) dtype and shape (None: any size) at a
     multiple of `align` bytes. device: the one that it must be on, None for any."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-    if not isinstance(tensor, Tensor):
-        raise InputError(name, type(tensor).__name__, "a torch.Tensor")
-    if not tensor.is_cuda:
-        raise InputError(f"{name}.device", str(tensor.device), "a CUDA device")
+    check_type(name, tensor)
     if device is not None:
         check_device(name, tensor, device)
-    if tensor.dtype not in dtypes:
-        raise InputError(f"{name}.dtype", tensor.dtype, " or ".join(map(str, dtypes)))
-    fits = tensor.ndim == len(shape) and all(w is None or w == s for w, s in zip(shape, tensor.shape))
-    if not fits:
-        raise InputError(f"{name}.shape", tuple(tensor.shape), str(tuple("any" if w is None else w for w in shape)))
-    if not tensor.is_contiguous():
-        raise InputError(f"{name}.stride()", tensor.stride(), "contiguous")
-    if tensor.data_ptr() % align:
-        raise InputError(f"{name}.data_ptr()", tensor.data_ptr(), f"a multiple of {align}")
+    check_tensor(name, tensor, dtypes, shape, device, align)
 
 
 def check_rows(name: str, tensor: Tensor, pitch: int) -> None:

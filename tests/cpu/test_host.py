@@ -198,8 +198,8 @@ def test_what_a_kernel_is_given_is_checked():
         (torch.zeros(4, 4, dtype=torch.int32), torch.int32, (4, 4), r"x.device = .cpu.: must be a CUDA device"),
         (good, torch.float32, (4, 4), r"x.dtype = torch.int32"),
         (good, torch.int32, (4, 5), r"x.shape = \(4, 4\)"),
-        (good.t(), torch.int32, (4, 4), r"x.stride\(\) = \(1, 4\)"),
-        (good[0, 1:], torch.int32, (3,), r"x.data_ptr\(\) = .* multiple of 16"),
+        (good.t(), torch.int32, (4, 4), r"x.stride = \(1, 4\)"),
+        (good[0, 1:], torch.int32, (3,), r"x.data_ptr = .* multiple of 16"),
     ]
     for tensor, dtype, shape, text in cases:
         with pytest.raises(InputError, match=text):

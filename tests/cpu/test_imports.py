@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megamoe"
 
 BASE = {"config", "errors", "version"}
-FORMATS = BASE | {"numerics", "wire"}
+FORMATS = BASE | {"numerics", "wire", "tensors"}
 LAYER = FORMATS | {"weights", "kernels", "comm", "sched"}
 
 # A room is a sub-package, or a module of the package itself. Each may import itself and these.
@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": BASE,
     "layer": LAYER | {"inputs", "forward"},
     "forward": LAYER | {"inputs"},
-    "inputs": BASE | {"numerics"},
+    "inputs": BASE | {"numerics", "tensors"},
     "weights": FORMATS,
     "reference": BASE | {"numerics"},
     "kernels": FORMATS | {"sched"},
@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "sched": BASE,
     "wire": BASE,
     "numerics": BASE,
+    "tensors": {"errors"},
     "config": {"errors"},
     "errors": set(),
     "version": set(),
