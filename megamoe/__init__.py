@@ -36,7 +36,7 @@ _LAZY = {
     "world": "comm",
 }
 
-_MODULES = ("kernels", "numerics", "reference")
+_MODULES = ("kernels", "nn", "numerics", "reference")
 """Sub-modules that are public names."""
 
 _NO_TORCH = (
@@ -67,6 +67,7 @@ __all__ = [
     "calibrate",
     "kernels",
     "memory_estimate",
+    "nn",
     "numerics",
     "reference",
     "world",

@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from . import ops
+from .arguments import check_layer, choose_backend
 from .comm.host import check_timeout
 from .comm.world import World
-from .config import Knobs, MoEConfig, check_num_sms
+from .config import Knobs, MoEConfig
 from .errors import ConfigError, InputError, MegaMoEError
-from .forward import Call, RankForward, check_knobs
+from .forward import Call, RankForward
 from .inputs import Activations, Inputs, check_inputs, check_out
 from .kernels import build
 from .kernels.faults import NO_FAULTS, Faults
+from .reference_backend import ReferenceForward
 from .sched import heuristics
 from .version import __version__
 from .weights import ExpertWeights
 
-
-def _check_layer(cfg: MoEConfig, packs: list[ExpertWeights], world: World, knobs: Knobs | None, num_sms: Any) -> None:
-    """Refuse arguments that cannot make a layer on this rank. Raises ConfigError."""
-    if not isinstance(cfg, MoEConfig):
-        raise ConfigError("cfg", type(cfg).__name__, "a MoEConfig")
-    if not all(isinstance(pack, ExpertWeights) for pack in packs):
-        raise ConfigError("experts", [type(pack).__name__ for pack in packs], "ExpertWeights")
-    if len(packs) != len(world.local_ranks):
-        raise ConfigError("experts", f"{len(packs)} packs", f"{len(world.local_ranks)}, one a rank of this process")
-    if knobs is not None and not isinstance(knobs, Knobs):
-        raise ConfigError("knobs", type(knobs).__name__, "None or Knobs")
-    check_num_sms(num_sms)
-    local = cfg.experts_local(world.size)
-    for rank, pack in zip(world.local_ranks, packs):
-        if pack.cfg != cfg:
-            raise ConfigError("experts.cfg", pack.cfg, f"equal to cfg ({cfg})")
-        if pack.experts_local != local:
-            raise ConfigError("experts", f"{pack.experts_local} experts", f"num_experts / W = {local}")
-        if pack.device != world.device(rank):
-            raise ConfigError("experts.device", str(pack.device), str(world.device(rank)))
-        if (pack.x_scale, pack.act_scale) != (packs[0].x_scale, packs[0].act_scale):
-            scales = [(p.x_scale, p.act_scale) for p in packs]
-            raise ConfigError("experts", f"(x_scale, act_scale) {scales}", "equal static scales on every rank")
-    if knobs is not None:
-        check_knobs(cfg, world.size, knobs)
+_log = logging.getLogger(__name__)
 
 
 class MegaMoE:
@@ -58,6 +39,15 @@ class MegaMoE:
     num_sms: SMs that waiting and GEMM kernels use on each rank; None takes the world's share.
     check_routes: let stage refuse ids outside -1 .. E-1, an expert twice in a token, and non-finite
         weights of live routes; a refusal aborts the forward on every rank. Unchecked, bad ids are masked.
+    backend: "kernels", or "reference" for the oracle in torch operations (megamoe.reference), which runs anywhere,
+        slowly, and holds a second copy of the weights. None: "reference" on a CPU device, else "kernels".
+
+    Attributes: cfg, world, experts (one pack a local rank), layer (its number on the workspace), backend, and
+    handle: what torch.ops.megamoe takes for this layer, a CPU int64 tensor.
+
+    Any thread may call it: forwards of a workspace are launched one after the other. A forward on another CUDA
+    stream than the one before waits for it. Replays of a graph are ordered with the stream they are launched on,
+    and with nothing else: make other streams wait for them.
 
     Construction is collective and compares what must match; warmup() compiles and loads everything;
     calls then never compile, wait on the host or (with out=) allocate, and may be captured in a CUDA
@@ -74,6 +64,7 @@ class MegaMoE:
         num_sms: int | None = None,
         check_routes: bool = False,
         *,
+        backend: Literal["kernels", "reference"] | None = None,
         _faults: Faults = NO_FAULTS,
         _traces: Sequence[Mapping[str, torch.Tensor]] | None = None,  # buffers of kernels.trace, one dict a local rank
     ) -> None:
@@ -82,10 +73,11 @@ class MegaMoE:
         packs = list(experts) if isinstance(experts, (list, tuple)) else [experts]
         error: MegaMoEError | None = None
         try:
-            _check_layer(cfg, packs, world, knobs, num_sms)
+            check_layer(cfg, packs, world, knobs, num_sms)
             if _traces is not None and len(_traces) != len(packs):
                 raise ConfigError("_traces", f"{len(_traces)} dicts", f"{len(packs)}, one a rank of this process")
             self._timeout_s = check_timeout(world.timeout_s if timeout_s is None else timeout_s)
+            self.backend = choose_backend(backend, world)
         except MegaMoEError as refusal:
             error = refusal
         failure = world.failure("MegaMoE", error)  # a refusal on one rank must not leave the others waiting
@@ -101,8 +93,25 @@ class MegaMoE:
         self.layer = self._workspace.next_layer()
         self._knobs = knobs
         self._forwards: dict[Knobs, list[RankForward]] = {}
+        self._reference: ReferenceForward | None = None
+        self._logged: Knobs | None = None
         self._warm = False
         self._closed = False
+        self.handle = ops.register(self)
+
+    def __repr__(self) -> str:
+        cfg, state = self.cfg, "closed" if self._closed else "warm" if self._warm else "not warmed up"
+        shape = f"H {cfg.hidden}, I {cfg.intermediate}, E {cfg.num_experts}, top {cfg.top_k}, T <= {cfg.max_tokens}"
+        how = "knobs by T" if self._knobs is None else repr(self._knobs)
+        how = how if self.backend == "kernels" else "reference backend"
+        mode = f"{cfg.fp8}, {cfg.scale} scales, {how}"
+        return f"<MegaMoE layer {self.layer}: {shape}, {mode}, {state}, on {self.world!r}>"
+
+    def __deepcopy__(self, memo: dict) -> MegaMoE:
+        return self  # weights and workspace are not copied; a copy of a model around it shares the layer
+
+    def __reduce__(self) -> Any:
+        raise MegaMoEError("a MegaMoE holds device memory of its world and cannot be pickled: make it anew")
 
     # ---- life ------------------------------------------------------------------------------------
 
@@ -114,9 +123,23 @@ class MegaMoE:
         self._open()
         if build.capturing():
             raise MegaMoEError("warmup() cannot run inside a graph capture: call it before")
-        self.world.synchronize()
-        chosen = (self._knobs,) if self._knobs else heuristics.candidates(self.cfg)
-        for knobs in chosen:
+        began = time.perf_counter()
+        with self._workspace.order.lock:
+            self.world.synchronize()
+            if self.backend == "reference":
+                self._reference = ReferenceForward(
+                    self.cfg, self._workspace, self.experts, self.layer, self._check_routes
+                )
+            else:
+                self._load_kernels()
+            self.world.synchronize()
+            self.world.barrier("warmup")
+            self._warm = True
+        _log.info("warmup of %r took %.2f s", self, time.perf_counter() - began)
+
+    def _load_kernels(self) -> None:
+        """Compile, and launch once without work, the kernels of every Knobs that a forward can choose."""
+        for knobs in (self._knobs,) if self._knobs else heuristics.candidates(self.cfg):
             if knobs not in self._forwards:
                 self._forwards[knobs] = [
                     RankForward(
@@ -136,15 +159,15 @@ class MegaMoE:
                 device = self.world.device(rank)
                 with build.on_device(device):
                     forward.load(build.stream_handle(device))
-        self.world.synchronize()
-        self.world.barrier("warmup")
-        self._warm = True
 
     def close(self) -> None:
         """Forget the layer. Its workspace stays with the world, which frees it."""
-        self._closed = True
-        self._forwards.clear()
-        self.experts = []
+        with self._workspace.order.lock:
+            self._closed = True
+            self._forwards.clear()
+            self._reference = None
+            self.experts = []
+        ops.forget(self.handle)
 
     def __enter__(self) -> MegaMoE:
         self._open()
@@ -171,35 +194,83 @@ class MegaMoE:
         Raises InputError before anything is launched (call again with good input to complete the
         round), MegaMoEAborted when an earlier forward aborted.
         """
-        self._open()
-        if self._virtual:
-            return self._call_virtual(x, topk_ids, topk_weights, out)
-        inputs = self._check(self.world.local_ranks[0], x, topk_ids, topk_weights, out)
-        self._get_ready()
-        y = self._new_output(inputs) if out is None else out
-        self._workspace.enqueueing = True  # stays set when an exception (Ctrl-C) leaves a forward half enqueued
-        self._launch(0, inputs, y, build.stream_handle(y.device))
-        self._workspace.enqueueing = False
+        if torch.compiler.is_compiling():
+            return self._traced(x, topk_ids, topk_weights, out)
+        y = self.run(x, topk_ids, topk_weights, out)
+        if torch.is_grad_enabled():
+            return self._without_backward(x, topk_weights, y)
         return y
 
-    def _call_virtual(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> list[torch.Tensor]:
-        """Check the inputs of all ranks, then launch one forward after the other, each on its rank's stream."""
+    def run(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any = None) -> Any:
+        """__call__ without what concerns autograd and tracers; torch.ops.megamoe calls it."""
+        self._open()
+        if self._virtual or self.backend == "reference":
+            return self._run_ranks(x, topk_ids, topk_weights, out)
+        inputs = self._check(self.world.local_ranks[0], x, topk_ids, topk_weights, out)
+        workspace, device = self._workspace, inputs.x.device
+        with workspace.order.lock:
+            self._get_ready()
+            y = self._new_output(inputs) if out is None else out
+            with build.on_device(device):
+                stream = torch.cuda.current_stream(device)
+                handle = workspace.order.enter(stream)
+                workspace.enqueueing = True  # stays set when an exception (Ctrl-C) leaves a forward half enqueued
+                self._forward(0, inputs.tokens).launch(Call.of(inputs, y), handle)
+                workspace.enqueueing = False
+                workspace.order.leave(stream)
+        return y
+
+    def _run_ranks(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
+        """Check the inputs of all local ranks, then run one forward after the other, each on its rank's stream."""
         ranks = self.world.local_ranks
-        outs = [None] * len(ranks) if out is None else out
-        lists = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, out=outs)
+        lists = dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, out=out)
+        if not self._virtual:
+            lists = {name: [value] for name, value in lists.items()}
+        elif out is None:
+            lists["out"] = [None] * len(ranks)
         for name, value in lists.items():
             if not isinstance(value, (list, tuple)) or len(value) != len(ranks):
                 raise InputError(name, type(value).__name__, f"a list of {len(ranks)}, one a rank")
         inputs = [self._check(rank, *args) for rank, args in zip(ranks, zip(*lists.values()))]
-        self._get_ready()
-        ys = [self._new_output(i) if o is None else o for i, o in zip(inputs, outs)]
-        self._workspace.enqueueing = True
-        self._fork()
-        for rank in ranks:
-            self._launch(rank, inputs[rank], ys[rank], self.world.stream(rank).cuda_stream)
-        self._join()
-        self._workspace.enqueueing = False
-        return ys
+        with self._workspace.order.lock:
+            self._get_ready()
+            ys = [self._new_output(i) if o is None else o for i, o in zip(inputs, lists["out"])]
+            if self._reference is not None:
+                self._reference(inputs, ys)
+            else:
+                self._workspace.enqueueing = True
+                self._fork()
+                for rank in ranks:
+                    self._launch(rank, inputs[rank], ys[rank], self.world.stream(rank).cuda_stream)
+                self._join()
+                self._workspace.enqueueing = False
+        return ys if self._virtual else ys[0]
+
+    def _traced(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
+        """The call inside torch.compile: an operator, or for the lists of a virtual world a break of the graph."""
+        if self._virtual:
+            return self._untraced(x, topk_ids, topk_weights, out)
+        codes, scales = x if isinstance(x, (tuple, list)) else (x, None)
+        if out is None:
+            return torch.ops.megamoe.forward(codes, topk_ids, topk_weights, scales, self.handle)
+        torch.ops.megamoe.forward_out(codes, topk_ids, topk_weights, scales, self.handle, out=out)
+        return out
+
+    @torch._disable_dynamo
+    def _untraced(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
+        return self(x, topk_ids, topk_weights, out=out)
+
+    def _without_backward(self, x: Any, topk_weights: Any, y: Any) -> Any:
+        """y; where an input requires grad, tied to it so that a backward pass raises."""
+        if self._virtual:
+            ys = [self._tied(*rank) for rank in zip(x, topk_weights, y)]
+            return y if all(new is old for new, old in zip(ys, y)) else ys
+        return self._tied(x, topk_weights, y)
+
+    @staticmethod
+    def _tied(x: Any, topk_weights: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        inputs = (*(x if isinstance(x, (tuple, list)) else (x,)), topk_weights)
+        return ops.inference_only(y, inputs) if ops.wants_gradient(inputs) else y
 
     def _get_ready(self) -> None:
         """What stands between checked inputs and the first launch."""
@@ -231,7 +302,11 @@ class MegaMoE:
 
     def _forward(self, index: int, tokens: int) -> RankForward:
         """What local rank `index` launches for T = tokens."""
-        return self._forwards[self._knobs or heuristics.choose_knobs(self.cfg, self.world.size, tokens)][index]
+        knobs = self._knobs or heuristics.choose_knobs(self.cfg, self.world.size, tokens)
+        if knobs is not self._logged:
+            self._logged = knobs
+            _log.debug("layer %d, T = %d: %r", self.layer, tokens, knobs)
+        return self._forwards[knobs][index]
 
     def steps(
         self, rank: int, x: Activations, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
@@ -275,7 +350,11 @@ class MegaMoE:
         self._workspace.raise_if_aborted_on_device()
 
     def reset(self) -> None:
-        """Make an aborted workspace usable again; all its layers. Collective."""
+        """Make a workspace usable again after an abort, or after its memory lost what it held; all its layers.
+
+        Collective. An engine that unmaps memory between requests (a "sleep mode") calls it after mapping the memory
+        again and restoring the weights: arena, pools and offsets then hold nothing that a forward could use.
+        """
         self._open()
         self._workspace.reset()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -49,3 +51,20 @@ def default_device() -> torch.device:
     if current.index == 0 and local.isdecimal() and int(local) < torch.cuda.device_count():
         return torch.device("cuda", int(local))
     return current
+
+
+@contextlib.contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Tensors made in here can be updated in place anywhere later, also when inference mode is on around it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def require_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself. Raises WorldError for a FakeTensor and the like, which a mode around the caller made of it."""
+    if type(tensor) is not torch.Tensor or torch._is_functional_tensor(tensor):
+        kind = type(tensor).__name__
+        raise WorldError(
+            f"memory for kernels came as a {kind}: make worlds and layers outside FakeTensorMode and tracing"
+        )
+    return tensor

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import WorldError
-from .device import require_hopper, resolve_device
+from .device import plain_tensors, require_hopper, resolve_device
 from .memory import aligned_bytes
 from .world import SymmetricBlock, World
 
@@ -30,19 +30,18 @@ class InProcessWorld(World):
         tensors: dict[int, torch.Tensor] = {}
         for rank in self.local_ranks:
             # On the rank's own stream, so that memory of a forgotten world is reused after its kernels only.
-            with self.on(rank):
+            with self.on(rank), plain_tensors():
                 try:
                     tensors[rank] = aligned_bytes(nbytes, self.device(rank), zero=True)
                 except RuntimeError as error:
                     text = f"cannot allocate {nbytes} symmetric bytes for rank {rank} (see memory_estimate): {error}"
                     raise WorldError(text) from error
         bases = [tensors[rank].data_ptr() for rank in self.local_ranks]
-        deltas = {
-            rank: torch.tensor([base - bases[rank] for base in bases], dtype=torch.int64, device=self.device(rank))
-            for rank in self.local_ranks
-        }
+        offsets = {rank: tuple(base - bases[rank] for base in bases) for rank in self.local_ranks}
+        with plain_tensors():
+            block = SymmetricBlock.of(nbytes, tensors, offsets)
         self.synchronize()
-        return SymmetricBlock(nbytes, tensors, deltas)
+        return block
 
     def release(self, block: SymmetricBlock) -> None:
         self.require_open("release")

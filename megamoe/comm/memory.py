@@ -6,12 +6,13 @@ import torch
 
 from ..config import BLOCK, MoEConfig
 from ..wire import ALIGN, arena_layout, local_layout
+from .device import require_real
 
 
 def aligned_bytes(nbytes: int, device: torch.device, zero: bool) -> torch.Tensor:
     """uint8 [nbytes] whose address is a multiple of wire.ALIGN; zeroed or not."""
     make = torch.zeros if zero else torch.empty
-    raw = make(nbytes + ALIGN, dtype=torch.uint8, device=device)
+    raw = require_real(make(nbytes + ALIGN, dtype=torch.uint8, device=device))
     start = -raw.data_ptr() % ALIGN
     return raw[start : start + nbytes]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..errors import WorldError
 from ..wire import ALIGN, round_up
 from . import nvshmem_runtime as runtime
-from .device import default_device, resolve_device
+from .device import default_device, plain_tensors, resolve_device
 from .host import HostGroup
 from .world import SymmetricBlock, World
 
@@ -94,7 +94,7 @@ class NvshmemWorld(World):
             raise failure
         error: Exception | None = None
         tensor = None
-        with self.on(self.rank):
+        with self.on(self.rank), plain_tensors():
             try:
                 tensor = runtime.malloc(nbytes)
             except Exception as problem:
@@ -133,10 +133,10 @@ class NvshmemWorld(World):
         if base % ALIGN:
             raise WorldError(f"NVSHMEM memory at {base:#x} is not aligned to {ALIGN} bytes")
         tensor.zero_()
-        peers = [0 if pe == self.rank else runtime.peer_address(tensor, pe) - base for pe in range(self.size)]
-        deltas = torch.tensor(peers, dtype=torch.int64, device=self._device)
+        peers = (0 if pe == self.rank else runtime.peer_address(tensor, pe) - base for pe in range(self.size))
+        block = SymmetricBlock.of(nbytes, {self.rank: tensor}, {self.rank: tuple(peers)})
         self.synchronize()
-        return SymmetricBlock(nbytes, {self.rank: tensor}, {self.rank: deltas})
+        return block
 
     def release(self, block: SymmetricBlock) -> None:
         """See World. Views of the block must not be used afterwards."""

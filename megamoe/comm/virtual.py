@@ -48,6 +48,7 @@ class VirtualWorld(InProcessWorld):
             raise ArgumentError("devices", devices, "different devices of one type")
         if found[0].type == "cuda":
             _require_queues(-(-size // len(found)))
+            _require_asynchronous_launches(size)
         super().__init__([found[rank * len(found) // size] for rank in range(size)], timeout_s)
         self._streams: list[torch.cuda.Stream | None] = [None] * size
         if found[0].type == "cuda":
@@ -69,6 +70,14 @@ def _require_queues(ranks: int) -> None:
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     if queues.isdigit() and int(queues) < ranks:
         raise WorldError(f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: {ranks} virtual ranks of one GPU need {ranks} or more")
+
+
+def _require_asynchronous_launches(ranks: int) -> None:
+    """Refuse launches that wait for their kernel: the first rank's would wait for ranks that are not launched yet."""
+    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0")
+    if ranks > 1 and blocking not in ("", "0"):
+        text = f"CUDA_LAUNCH_BLOCKING={blocking}: {ranks} virtual ranks need launches that do not wait"
+        raise WorldError(f"{text}; unset it before the process starts, or use a world of one rank")
 
 
 def _enable_peer_access(devices: list[torch.device]) -> None:

@@ -6,17 +6,23 @@ kernels get addresses.
 
 from __future__ import annotations
 
+import logging
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import wire
 from ..config import MoEConfig
-from ..errors import ArgumentError, MegaMoEError, WorldError, aborted
+from ..errors import AbortRecord, ArgumentError, MegaMoEError, WorldError, aborted
+from .device import plain_tensors
 from .memory import aligned_bytes
+from .ordering import StreamOrder
 
 if TYPE_CHECKING:
     from .world import World
+
+_log = logging.getLogger(__name__)
 
 CLEARED = ("send_counts", "send_cursors", "tickets")
 """Local regions that are zero between forwards."""
@@ -24,12 +30,15 @@ CLEARED = ("send_counts", "send_cursors", "tickets")
 KEPT = ("control", *CLEARED)
 """Regions that poison() leaves alone: they carry state from one forward to the next."""
 
+MOST_FORWARDS = 1 << 62
+"""No epoch is as large as this: a control block that says so was overwritten."""
+
 
 class Workspace:
     """Regions of wire.arena_layout and wire.local_layout for every local rank. Made by World.workspace().
 
-    Attributes: cfg, world, arena_layout, local_layout, layers (how many layers took a number), enqueueing
-    (a forward's launches have begun and not all been made).
+    Attributes: cfg, world, arena_layout, local_layout, layers (how many layers took a number), order (of its
+    forwards, across threads and streams), enqueueing (a forward's launches have begun and not all been made).
     Addresses are device addresses as ints; `rank` is always one of world.local_ranks.
     """
 
@@ -37,6 +46,7 @@ class Workspace:
         """Collective. Raises WorldError on every rank when memory runs out on one."""
         self.cfg, self.world, self.layers = cfg, world, 0
         self.enqueueing = False
+        self.order = StreamOrder()
         self.arena_layout = wire.arena_layout(cfg, world.size)
         self.local_layout = wire.local_layout(cfg, world.size)
         self._local: dict[int, torch.Tensor] = {}
@@ -57,20 +67,28 @@ class Workspace:
         if failure is not None:
             self.free()
             raise failure
+        _log.info("%s: %s, for %s", self.world, self.sizes(), cfg)
+
+    def sizes(self) -> str:
+        """Memory of a rank in words."""
+        return (
+            f"arena {self.arena_layout.nbytes / 2**20:.1f} MiB, pools {self.local_layout.nbytes / 2**20:.1f} MiB a rank"
+        )
 
     def _allocate_local(self, rank: int) -> None:
         device = self.world.device(rank)
         pinned = device.type == "cuda"
-        with self.world.on(rank):
+        with self.world.on(rank), plain_tensors():
             self._local[rank] = aligned_bytes(self.local_layout.nbytes, device, zero=False)
             for name in CLEARED:
                 self._bytes(rank, name).zero_()
             self._scratch[rank] = torch.zeros(wire.CONTROL_WORDS, dtype=torch.int64, device=device)
             self._scratch[rank][wire.ABORT] = 1 + rank
             # Pinned memory has one address for host and device (CUDA's unified addressing).
-            self._host[rank] = torch.zeros(wire.HOST_WORDS, dtype=torch.int64, pin_memory=pinned)
+            pin = dict(dtype=torch.int64, device="cpu", pin_memory=pinned)
+            self._host[rank] = torch.zeros(wire.HOST_WORDS, **pin)
             self._words[rank] = self._host[rank].numpy()
-            self._scratch_host[rank] = torch.zeros(wire.HOST_WORDS, dtype=torch.int64, pin_memory=pinned)
+            self._scratch_host[rank] = torch.zeros(wire.HOST_WORDS, **pin)
         self.world.synchronize()
 
     def next_layer(self) -> int:
@@ -139,7 +157,11 @@ class Workspace:
         for rank in self.world.local_ranks:
             words = self.record(rank)
             if words is not None:
-                raise aborted(words)
+                try:
+                    error: MegaMoEError = aborted(words)
+                except ValueError:  # no Cause or Phase has this number
+                    error = self._lost(rank, f"record {words}")
+                raise error
 
     def raise_if_unusable(self) -> None:
         """raise_if_aborted(), and MegaMoEError when an exception left a forward half enqueued. Never blocks."""
@@ -148,19 +170,59 @@ class Workspace:
         self.raise_if_aborted()
 
     def raise_if_aborted_on_device(self) -> None:
-        """Raises the MegaMoEAborted that a local rank's control block holds; waits for the device."""
+        """Raises the MegaMoEAborted that a local rank's control block holds; waits for the device.
+
+        A control block that no forward can have left is a MegaMoEError, which says to call reset().
+        """
         for rank in self.world.local_ranks:
-            error = wire.abort_in(self.control(rank).tolist())
+            control = self.control(rank).tolist()
+            epoch, abort = control[wire.EPOCH], control[wire.ABORT]
+            if not (0 <= epoch < MOST_FORWARDS and 0 <= abort <= self.world.size):
+                raise self._lost(rank, f"epoch {epoch}, abort word {abort}")
+            error = wire.abort_in(control)
             if error is not None:
                 raise error
+
+    def _lost(self, rank: int, seen: str) -> MegaMoEError:
+        text = "its memory was overwritten, or mapped anew by an allocator that had put it to sleep: call reset()"
+        return MegaMoEError(f"the control block of rank {rank} holds no state of a forward ({seen}); {text}")
+
+    # ---- what the reference backend does on the host ---------------------------------------------
+
+    def epoch(self) -> int:
+        """Number of the last forward that ended on the first local rank; waits for the device."""
+        return int(self.control(self.world.local_ranks[0])[wire.EPOCH])
+
+    def advance(self) -> None:
+        """Count a forward that the host computed."""
+        for rank in self.world.local_ranks:
+            self.control(rank)[wire.EPOCH] += 1
+
+    def post(self, record: AbortRecord) -> None:
+        """Abort on every local rank as a kernel of rank `record.origin` would. An earlier record stays."""
+        words = [int(word) for word in astuple(record)]
+        for rank in self.world.local_ranks:
+            control = self.control(rank)
+            if int(control[wire.ABORT]) == 0:
+                first = wire.RECORDS + record.origin * wire.RECORD_FIELDS
+                control[first : first + wire.RECORD_FIELDS] = torch.tensor(words, device=control.device)
+                control[wire.ABORT] = 1 + record.origin
+                self._words[rank][wire.HOST_RECORD : wire.HOST_RECORD + wire.RECORD_FIELDS] = words
+                self._words[rank][wire.HOST_STATE] = 1
+
+    # ---- repair ----------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Set epoch and flags of the local ranks and clear all state between forwards.
 
-        Not collective, and only safe while no kernel runs on any rank; reset() sees to that.
+        Not collective, and only safe while no kernel runs on any rank; reset() sees to that. Nothing that a
+        forward needs to find in device memory is taken from there: it may have been lost.
         """
+        self._arena.restore()
         for rank in self.world.local_ranks:
             with self.world.on(rank):
+                self._scratch[rank].zero_()
+                self._scratch[rank][wire.ABORT] = 1 + rank
                 control = self.control(rank)
                 control.zero_()  # abort, claim, deadline, records, counters of CTAs
                 control[wire.EPOCH] = epoch
@@ -174,17 +236,19 @@ class Workspace:
         self.enqueueing = False
 
     def reset(self) -> None:
-        """Make the workspace usable after an abort (DESIGN promise 6). Collective, bounded.
+        """Make the workspace usable after an abort, or after its memory lost what it held. Collective, bounded.
 
-        Waits for the devices, then sets every rank's epoch and flags to the largest epoch + 2. Raises
-        WorldError naming ranks that do not come within timeout_s; the workspace stays aborted, try again.
+        Waits for the devices, then sets every rank's epoch and flags to the largest epoch + 2 (DESIGN promise 6).
+        Raises WorldError naming ranks that do not come within timeout_s; the workspace stays aborted, try again.
         """
         self.world.require_open("reset")
-        self.world.synchronize()
-        # Nobody writes before all have arrived idle: a forward in flight still touches its peers' arenas.
-        epochs = [int(self.control(rank)[wire.EPOCH]) for rank in self.world.local_ranks]
-        self.set_epoch(max(self.world.gather(epochs, "reset: epochs")) + 2)
-        self.world.barrier("reset: flags set")
+        with self.order.lock:
+            self.world.synchronize()
+            # Nobody writes before all have arrived idle: a forward in flight still touches its peers' arenas.
+            found = [int(self.control(rank)[wire.EPOCH]) for rank in self.world.local_ranks]
+            epochs = [epoch if 0 <= epoch < MOST_FORWARDS else 0 for epoch in found]
+            self.set_epoch(max(self.world.gather(epochs, "reset: epochs")) + 2)
+            self.world.barrier("reset: flags set")
 
     def poison(self, byte: int = 0xFF) -> None:
         """For tests: fill every region except KEPT with a byte, so that stale data cannot pass unseen."""

@@ -30,11 +30,25 @@ class SymmetricBlock:
 
     tensors: uint8 [nbytes], zeroed at first, 256-byte aligned.
     deltas: int64 [W] on the rank's device; peer address = local address + deltas[peer], own delta 0.
+    offsets: the same numbers on the host.
     """
 
     nbytes: int
     tensors: dict[int, torch.Tensor]
     deltas: dict[int, torch.Tensor]
+    offsets: dict[int, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, nbytes: int, tensors: dict[int, torch.Tensor], offsets: dict[int, tuple[int, ...]]) -> SymmetricBlock:
+        """A block whose deltas are made from the offsets."""
+        on = {rank: tensor.device for rank, tensor in tensors.items()}
+        deltas = {rank: torch.tensor(found, dtype=torch.int64, device=on[rank]) for rank, found in offsets.items()}
+        return cls(nbytes, tensors, deltas, offsets)
+
+    def restore(self) -> None:
+        """Write the deltas again, on each device's current stream, for memory that has lost what it held."""
+        for rank, deltas in self.deltas.items():
+            deltas.copy_(torch.tensor(self.offsets[rank], dtype=torch.int64, device="cpu"))
 
 
 class World(ABC):
@@ -50,6 +64,15 @@ class World(ABC):
         self.size, self.local_ranks, self.timeout_s = size, local_ranks, check_timeout(timeout_s)
         self._workspaces: dict[MoEConfig, Workspace] = {}
         self._state = "opening"  # subclasses set "open" once everything stands
+
+    def __repr__(self) -> str:
+        ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
+        if len(self.local_ranks) < self.size:
+            ranks = f"rank {self.local_ranks[0]} of {self.size}"
+        devices = ", ".join(dict.fromkeys(str(self.device(rank)) for rank in self.local_ranks))
+        used = sum(w.arena_layout.nbytes + w.local_layout.nbytes for w in self._workspaces.values())
+        held = f"{len(self._workspaces)} workspaces of {used / 2**20:.1f} MiB a rank"
+        return f"<{self._state} {self.kind} world: {ranks} on {devices}, {held}, timeout {self.timeout_s:g} s>"
 
     @abstractmethod
     def device(self, rank: int) -> torch.device:

@@ -20,11 +20,15 @@ LAYER = FORMATS | {"weights", "kernels", "comm", "sched"}
 # A room is a sub-package, or a module of the package itself. Each may import itself and these.
 # "__init__" stands for the public names (import megamoe).
 ALLOWED: dict[str, set[str]] = {
-    "__init__": LAYER | {"layer", "reference"},
+    "__init__": LAYER | {"layer", "nn", "reference"},
     "__main__": BASE | {"layer", "reference", "demo", "doctor", "__init__"},
     "demo": LAYER | {"layer", "forward", "inputs", "reference", "doctor", "__init__"},
     "doctor": BASE,
-    "layer": LAYER | {"inputs", "forward"},
+    "nn": BASE | {"layer", "ops"},
+    "layer": LAYER | {"arguments", "inputs", "forward", "ops", "reference_backend"},
+    "arguments": BASE | {"weights", "comm", "forward"},
+    "reference_backend": BASE | {"numerics", "wire", "weights", "comm", "inputs", "reference"},
+    "ops": BASE,
     "forward": LAYER | {"inputs"},
     "inputs": BASE | {"numerics", "tensors"},
     "weights": FORMATS,

@@ -1,0 +1,151 @@
+"""A layer as torch operators, for torch.compile, torch.export and other tracers.
+
+    torch.ops.megamoe.forward(x, topk_ids, topk_weights, x_scale, layer) -> y
+    torch.ops.megamoe.forward_out(x, topk_ids, topk_weights, x_scale, layer, *, out) -> ()
+
+x, topk_ids, topk_weights, out: as in MegaMoE.__call__, of one rank. x_scale: None, or the fp32 [T, H/128] scales of
+pre-quantised x. layer: MegaMoE.handle, a CPU int64 tensor without dimensions that holds the layer's number in this
+process. As a tensor it is an input of the traced graph, so that all layers of a model share one graph.
+
+The operators are marked as unfit for capture by the compiler, which splits its CUDA graphs around them: a graph would
+keep the layer that it was recorded with, whatever `layer` says later. Captures by the caller are not affected.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import InputError, MegaMoEError
+
+_ARGS = "Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor? x_scale, Tensor layer"
+_TAGS = [getattr(torch.Tag, name) for name in ("cudagraph_unsafe", "pt2_compliant_tag") if hasattr(torch.Tag, name)]
+
+_library = torch.library.Library("megamoe", "DEF")
+_library.define(f"forward({_ARGS}) -> Tensor", tags=_TAGS)
+_library.define(f"forward_out({_ARGS}, *, Tensor(a!) out) -> ()", tags=_TAGS)
+_library.define("inference_only(Tensor grad, Tensor like) -> Tensor", tags=_TAGS)
+
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def register(layer: object) -> Tensor:
+    """The handle of a new layer; it names the layer for as long as that lives and is open."""
+    number = next(_numbers)
+    _layers[number] = layer
+    with torch.inference_mode(False):
+        return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+def forget(handle: Tensor) -> None:
+    """End a handle: the operators refuse it from now on."""
+    _layers.pop(int(handle), None)
+
+
+def _find(handle: Tensor) -> Callable[..., Any]:
+    """What runs the layer of a handle: f(x, topk_ids, topk_weights, out). Raises InputError or MegaMoEError."""
+    if handle.device.type != "cpu" or handle.dtype is not torch.int64 or handle.ndim:
+        found = f"{handle.dtype} {list(handle.shape)} on {handle.device}"
+        raise InputError("layer", found, "MegaMoE.handle, a CPU int64 tensor without dimensions")
+    layer = _layers.get(handle.item())
+    if layer is None:
+        raise MegaMoEError(f"layer {handle.item()} is not an open layer of this process")
+    return layer.run
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+def _forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, x_scale: Tensor | None, layer: Tensor) -> Tensor:
+    return _find(layer)(x if x_scale is None else (x, x_scale), topk_ids, topk_weights, None)
+
+
+def _forward_out(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, x_scale: Tensor | None, layer: Tensor, *, out: Tensor
+) -> None:
+    _find(layer)(x if x_scale is None else (x, x_scale), topk_ids, topk_weights, out)
+
+
+def _inference_only(grad: Tensor, like: Tensor) -> Tensor:
+    raise MegaMoEError(
+        "megamoe is for inference only: its layers have no backward pass; call them under torch.no_grad()"
+    )
+
+
+def _fake_forward(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, x_scale: Tensor | None, layer: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+
+
+def _fake_forward_out(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _fake_inference_only(grad: Tensor, like: Tensor) -> Tensor:
+    return torch.empty_like(like)
+
+
+for _name, _kernel, _fake in (
+    ("forward", _forward, _fake_forward),
+    ("forward_out", _forward_out, _fake_forward_out),
+    ("inference_only", _inference_only, _fake_inference_only),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _key)
+    torch.library.register_fake(f"megamoe::{_name}", _fake, lib=_library)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+class _InferenceOnly(torch.autograd.Function):
+    """Ties a result to the inputs that want gradients, so that a backward pass raises instead of dropping them."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *wanted: Tensor) -> Tensor:
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(*wanted)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # An operator, because compilers trace a backward pass that the program may never run.
+        return None, *(torch.ops.megamoe.inference_only(grad, like) for like in ctx.saved_tensors)
+
+
+def inference_only(y: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
+    """y, the result of a forward of `inputs`; a backward pass through it raises MegaMoEError. Needs grad mode."""
+    return _InferenceOnly.apply(y, *(t for t in inputs if t is not None and t.requires_grad))
+
+
+def wants_gradient(inputs: Sequence[Tensor | None]) -> bool:
+    """Whether autograd would follow one of them now."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+
+
+def _autograd_forward(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, x_scale: Tensor | None, layer: Tensor
+) -> Tensor:
+    inputs = (x, topk_weights, x_scale)
+    with torch._C._AutoDispatchBelowAutograd():
+        y = torch.ops.megamoe.forward.default(x, topk_ids, topk_weights, x_scale, layer)
+    return inference_only(y, inputs) if wants_gradient(inputs) else y
+
+
+def _autograd_forward_out(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, x_scale: Tensor | None, layer: Tensor, *, out: Tensor
+) -> None:
+    inputs = (x, topk_weights, x_scale)
+    with torch._C._AutoDispatchBelowAutograd():
+        torch.ops.megamoe.forward_out.default(x, topk_ids, topk_weights, x_scale, layer, out=out)
+    if wants_gradient(inputs):
+        inference_only(out, inputs)
+
+
+_library.impl("forward", _autograd_forward, "Autograd")
+_library.impl("forward_out", _autograd_forward_out, "Autograd")
