@@ -44,7 +44,8 @@ def check_inputs(
         if cfg.scale != "block" or len(x) != 2:
             raise InputError("x", f"a tuple of {len(x)}", "one tensor, or (codes, scales) with scale='block'")
         x, scales = x
-    check_type("x", x)
+    if type(x) is not torch.Tensor or x.is_nested:
+        check_type("x", x)
     if x.dim() != 2:
         raise InputError("x.shape", tuple(x.shape), f"[T, {cfg.hidden}]")
     tokens = x.shape[0]

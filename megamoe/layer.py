@@ -212,12 +212,11 @@ class MegaMoE:
             self._get_ready()
             y = self._new_output(inputs) if out is None else out
             with build.on_device(device):
-                stream = torch.cuda.current_stream(device)
-                handle = workspace.order.enter(stream)
+                handle = workspace.order.enter(device)
                 workspace.enqueueing = True  # stays set when an exception (Ctrl-C) leaves a forward half enqueued
                 self._forward(0, inputs.tokens).launch(Call.of(inputs, y), handle)
                 workspace.enqueueing = False
-                workspace.order.leave(stream)
+                workspace.order.leave()
         return y
 
     def _run_ranks(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:

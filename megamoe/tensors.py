@@ -21,8 +21,9 @@ def check_type(name: str, value: object) -> None:
         raise InputError(name, type(value).__name__, "a torch.Tensor")
     if type(value) not in _PLAIN:
         _check_subclass(name, value)
-    if value.layout is not torch.strided:
-        raise InputError(f"{name}.layout", value.layout, "torch.strided: pass its dense form")
+    if value.layout is not torch.strided or value.is_nested:
+        found = "nested" if value.is_nested else value.layout
+        raise InputError(f"{name}.layout", found, "torch.strided: pass a dense tensor")
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         raise InputError(name, "a tensor inside vmap or grad", "a plain tensor: call it outside torch.func transforms")
     if torch._is_functional_tensor(value):
@@ -76,12 +77,14 @@ def check_tensor(
     dtypes: the allowed ones. shape: sizes, None for any. device: where it must lie, None for any CUDA device.
     align: bytes of which the address must be a multiple; the element size by default.
     """
+    if type(value) in _PLAIN and value.device == device and _readable(value, dtypes, shape, align):
+        return  # the path of every forward; what follows finds out what is wrong
     check_type(name, value)
     assert isinstance(value, Tensor)
     if value.dtype not in dtypes:
         raise InputError(f"{name}.dtype", value.dtype, " or ".join(map(str, dtypes)))
     found = value.shape
-    if found != shape and (len(found) != len(shape) or any(w not in (None, s) for w, s in zip(shape, found))):
+    if len(found) != len(shape) or any(w not in (None, s) for w, s in zip(shape, found)):
         allowed = f"({', '.join('any' if w is None else str(w) for w in shape)}{',' * (len(shape) == 1)})"
         raise InputError(f"{name}.shape", tuple(found), allowed)
     if device is None:
@@ -90,3 +93,20 @@ def check_tensor(
     elif value.device != device:
         raise InputError(f"{name}.device", str(value.device), str(device))
     check_memory(name, value, align or value.element_size())
+
+
+def _readable(value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], align: int | None) -> bool:
+    """Whether a plain tensor passes every check, in few calls. An empty one has no address, so it is left to them."""
+    try:
+        address, size = value.data_ptr(), value.element_size()
+    except RuntimeError:  # no storage: sparse, or inside a torch.func transform
+        return False
+    return (
+        address != 0
+        and address % (align or size) == 0
+        and value.dtype in dtypes
+        and value.shape == shape
+        and value.is_contiguous()
+        and not value.is_neg()
+        and value.untyped_storage().nbytes() >= (value.storage_offset() + value.numel()) * size
+    )

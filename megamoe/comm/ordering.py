@@ -9,6 +9,14 @@ import torch
 from ..errors import MegaMoEError
 
 
+def _slow_handle(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+# The CUstream of a device's current stream, in a tenth of the time that torch.cuda.current_stream() takes.
+_current_handle = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_handle)
+
+
 class StreamOrder:
     """The order of one rank's forwards across CUDA streams. Its users hold `lock` from enter() to leave().
 
@@ -25,19 +33,22 @@ class StreamOrder:
         self._done: torch.cuda.Event | None = None  # recorded after the last forward if its stream may be destroyed
         self._captured: tuple[int, torch.cuda.Stream] | None = None  # the capture and stream of the last captured one
 
-    def enter(self, stream: torch.cuda.Stream) -> int:
-        """Let what is launched next on `stream`, the current one, follow the forward before. Returns its handle."""
-        handle = stream.cuda_stream
+    def enter(self, device: torch.device) -> int:
+        """Let what is launched next on the current stream of `device`, the current one, follow the forward before.
+
+        Returns the stream's handle.
+        """
+        handle = _current_handle(device.index)
         if torch.cuda.is_current_stream_capturing():
-            self._enter_capture(stream, handle)
+            self._enter_capture(torch.cuda.current_stream(device), handle)
         elif handle != self._handle:
-            self._change(stream, handle)
+            self._change(torch.cuda.current_stream(device), handle)
         return handle
 
-    def leave(self, stream: torch.cuda.Stream) -> None:
-        """Note that a forward was launched on `stream`."""
-        if self._done is not None and not torch.cuda.is_current_stream_capturing():
-            self._done.record(stream)
+    def leave(self) -> None:
+        """Note that the forward of the last enter() was launched."""
+        if self._done is not None and self._last is not None and not torch.cuda.is_current_stream_capturing():
+            self._done.record(self._last)
 
     def _change(self, stream: torch.cuda.Stream, handle: int) -> None:
         if self._done is not None:
