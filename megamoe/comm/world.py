@@ -71,7 +71,7 @@ class World(ABC):
             ranks = f"rank {self.local_ranks[0]} of {self.size}"
         devices = ", ".join(dict.fromkeys(str(self.device(rank)) for rank in self.local_ranks))
         used = sum(w.arena_layout.nbytes + w.local_layout.nbytes for w in self._workspaces.values())
-        held = f"{len(self._workspaces)} workspaces of {used / 2**20:.1f} MiB a rank"
+        held = f"{used / 2**20:.1f} MiB of workspaces a rank"
         return f"<{self._state} {self.kind} world: {ranks} on {devices}, {held}, timeout {self.timeout_s:g} s>"
 
     @abstractmethod
