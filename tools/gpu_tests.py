@@ -88,9 +88,10 @@ BESIDE = (
     Group("layer-near", ("tests/gpu/test_layer.py", "-k", "near_the")),
     Group("layer", ("tests/gpu/test_layer.py", "-k", "prequantised or nan or bad_ids or 31_bits")),
     Group("problems", ("tests/gpu/test_layer.py", "-k", "any_problem")),
+    Group("process", ("tests/gpu/test_process.py",)),
     Group("data", ("tests/gpu/test_data_kernels.py", "tests/gpu/test_examples.py")),
 )
-TIMED = ("trace", "virtual", "faults", "graph", "killed_rank")
+TIMED = ("trace", "virtual", "faults", "graph", "killed_rank", "ops")
 ALONE = (Group("timed", tuple(f"tests/gpu/test_{n}.py" for n in TIMED)),)
 
 

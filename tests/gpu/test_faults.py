@@ -132,8 +132,8 @@ def test_pool_overflow():
         recovers(moe, packs, [16, 20])
 
 
-def test_duplicates_beyond_the_pool_abort():
-    cfg = MoEConfig(hidden=128, intermediate=128, num_experts=2, top_k=2, max_tokens=64)
+def test_duplicates_beyond_the_pools_bound_abort():
+    cfg = MoEConfig(hidden=128, intermediate=128, num_experts=2, top_k=2, max_tokens=64, pool_rows=128)
     with open_layer(cfg, 2, timeout_s=5) as (_, _packs, moe):
         p = make_inputs(cfg, [64, 64], "random", 2, DEVICE)
         for ids in p.ids:
