@@ -45,9 +45,8 @@ class MegaMoE:
     Attributes: cfg, world, experts (one pack a local rank), layer (its number on the workspace), backend, and
     handle: what torch.ops.megamoe takes for this layer, a CPU int64 tensor.
 
-    Any thread may call it: forwards of a workspace are launched one after the other. A forward on another CUDA
-    stream than the one before waits for it. Replays of a graph are ordered with the stream they are launched on,
-    and with nothing else: make other streams wait for them.
+    Any thread may call it, on any CUDA stream: forwards of a workspace, replays of graphs that hold some included, run
+    one after the other, in the order of their launches.
 
     Construction is collective and compares what must match; warmup() compiles and loads everything;
     calls then never compile, wait on the host or (with out=) allocate, and may be captured in a CUDA
@@ -159,6 +158,9 @@ class MegaMoE:
                 device = self.world.device(rank)
                 with build.on_device(device):
                     forward.load(build.stream_handle(device))
+        device = self.world.device(self.world.local_ranks[0])
+        with build.on_device(device):
+            self._workspace.order.prepare(device)
 
     def close(self) -> None:
         """Forget the layer. Its workspace stays with the world, which frees it."""
@@ -237,12 +239,15 @@ class MegaMoE:
             if self._reference is not None:
                 self._reference(inputs, ys)
             else:
-                self._workspace.enqueueing = True
-                self._fork()
-                for rank in ranks:
-                    self._launch(rank, inputs[rank], ys[rank], self.world.stream(rank).cuda_stream)
-                self._join()
-                self._workspace.enqueueing = False
+                with build.on_device(self.world.device(0)):
+                    self._workspace.order.enter(self.world.device(0))
+                    self._workspace.enqueueing = True
+                    self._fork()
+                    for rank in ranks:
+                        self._launch(rank, inputs[rank], ys[rank], self.world.stream(rank).cuda_stream)
+                    self._join()
+                    self._workspace.enqueueing = False
+                    self._workspace.order.leave()
         return ys if self._virtual else ys[0]
 
     def _traced(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
@@ -251,8 +256,8 @@ class MegaMoE:
             return self._untraced(x, topk_ids, topk_weights, out)
         codes, scales = x if isinstance(x, (tuple, list)) else (x, None)
         if out is None:
-            return torch.ops.megamoe.forward(codes, topk_ids, topk_weights, scales, self.handle)
-        torch.ops.megamoe.forward_out(codes, topk_ids, topk_weights, scales, self.handle, out=out)
+            return ops.forward(codes, topk_ids, topk_weights, scales, self.handle)
+        ops.forward_out(codes, topk_ids, topk_weights, scales, self.handle, out=out)
         return out
 
     @torch._disable_dynamo
@@ -322,15 +327,22 @@ class MegaMoE:
         stream = build.stream_handle(out.device) if own is None else own.cuda_stream
         return self._forward(self.world.local_ranks.index(rank), inputs.tokens).steps(Call.of(inputs, out), stream)
 
+    def _outer_streams(self, rank: int) -> list[torch.cuda.Stream]:
+        """The caller's streams around a virtual rank: of its device, and of the first one, which keeps the order."""
+        devices = dict.fromkeys((self.world.device(rank), self.world.device(0)))
+        return [torch.cuda.current_stream(device) for device in devices]
+
     def _fork(self) -> None:
         """Let every rank's stream follow the caller's (also inside a capture)."""
         for rank in self.world.local_ranks:
-            self.world.stream(rank).wait_stream(torch.cuda.current_stream(self.world.device(rank)))
+            for outer in self._outer_streams(rank):
+                self.world.stream(rank).wait_stream(outer)
 
     def _join(self) -> None:
         """Let the caller's streams follow every rank's."""
         for rank in self.world.local_ranks:
-            torch.cuda.current_stream(self.world.device(rank)).wait_stream(self.world.stream(rank))
+            for outer in self._outer_streams(rank):
+                outer.wait_stream(self.world.stream(rank))
 
     # ---- faults ----------------------------------------------------------------------------------
 

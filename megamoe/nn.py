@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ops  # noqa: F401  (defines torch.ops.megamoe)
+from . import ops
 from .errors import ConfigError
 from .layer import MegaMoE
 
@@ -38,8 +38,8 @@ class Experts(torch.nn.Module):
     ) -> Tensor:
         """Arguments and result of MegaMoE.__call__; x_scale fp32 [T, H/128] for codes with block scales, else None."""
         if out is None:
-            return torch.ops.megamoe.forward(x, topk_ids, topk_weights, x_scale, self.layer)
-        torch.ops.megamoe.forward_out(x, topk_ids, topk_weights, x_scale, self.layer, out=out)
+            return ops.forward(x, topk_ids, topk_weights, x_scale, self.layer)
+        ops.forward_out(x, topk_ids, topk_weights, x_scale, self.layer, out=out)
         return out
 
     def extra_repr(self) -> str:

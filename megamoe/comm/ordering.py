@@ -1,8 +1,10 @@
-"""One forward after the other on a workspace, whatever threads and CUDA streams they come from."""
+"""One forward after the other on a workspace, whatever threads, CUDA streams and graphs they come from."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,21 +19,37 @@ def _slow_handle(index: int) -> int:
 _current_handle = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_handle)
 
 
-class StreamOrder:
-    """The order of one rank's forwards across CUDA streams. Its users hold `lock` from enter() to leave().
+@dataclass
+class _Capture:
+    """A graph capture with forwards in it. last: stream of the newest one. record: the node that records the event."""
 
-    Forwards of one workspace share buffers, so the next may only start after the one before. On one stream they
-    do; where the stream changes, the new one waits for an event of the old one. Inside a graph capture the event
-    becomes an edge between forwards of that capture. What no call here sees is when a graph is replayed: a replay is
-    ordered with the other work of the stream on which it is launched, and with nothing else.
+    last: torch.cuda.Stream
+    record: Any = None
+    after: tuple = ()  # the nodes that `record` depends on
+
+
+class StreamOrder:
+    """The order of a workspace's forwards in one process. Its users hold `lock` from enter() to leave().
+
+    Forwards share buffers, so the next may only start when the one before has ended. An event is recorded after each;
+    a forward on another stream waits for it. In a graph capture the event is external: the graph waits for it in
+    front of its first forward and records it after its last, at every replay, so replays too keep the order of their
+    launches. Forwards within one capture follow each other by edges of the graph.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._last: torch.cuda.Stream | None = None
-        self._handle = -1  # of _last, kept because reading it costs as much as the rest
-        self._done: torch.cuda.Event | None = None  # recorded after the last forward if its stream may be destroyed
-        self._captured: tuple[int, torch.cuda.Stream] | None = None  # the capture and stream of the last captured one
+        self._event: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._handle = -1  # of _stream, kept because reading it costs as much as the rest
+        self._captures: dict[int, _Capture] = {}
+        self._capture: int | None = None  # the one that the forward between enter() and leave() belongs to
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the event, on the current stream of `device`. Call once before the first forward."""
+        if self._event is None:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
 
     def enter(self, device: torch.device) -> int:
         """Let what is launched next on the current stream of `device`, the current one, follow the forward before.
@@ -40,43 +58,73 @@ class StreamOrder:
         """
         handle = _current_handle(device.index)
         if torch.cuda.is_current_stream_capturing():
-            self._enter_capture(torch.cuda.current_stream(device), handle)
-        elif handle != self._handle:
-            self._change(torch.cuda.current_stream(device), handle)
+            self._enter_capture(torch.cuda.current_stream(device))
+            return handle
+        self._capture = None
+        if handle != self._handle:
+            self._stream, self._handle = torch.cuda.current_stream(device), handle
+            self._stream.wait_event(self._event)
+        elif self._captures:  # a replay that nobody here saw may have come in between
+            self._stream.wait_event(self._event)
         return handle
 
     def leave(self) -> None:
         """Note that the forward of the last enter() was launched."""
-        if self._done is not None and self._last is not None and not torch.cuda.is_current_stream_capturing():
-            self._done.record(self._last)
+        if self._capture is None:
+            self._event.record(self._stream)
+        else:
+            self._leave_capture(self._captures[self._capture])
 
-    def _change(self, stream: torch.cuda.Stream, handle: int) -> None:
-        if self._done is not None:
-            stream.wait_event(self._done)
-        elif self._last is not None:
-            with torch.cuda.stream(self._last):
-                capturing = torch.cuda.is_current_stream_capturing()
-            if capturing:
-                text = "the stream of its last forward is being captured in a graph by another thread"
-                raise MegaMoEError(f"a forward cannot be ordered behind the one before: {text}; wait for its end")
-            stream.wait_event(self._last.record_event())
-        self._last, self._handle = stream, handle
-        # A stream that torch did not make (its id is its handle) may be gone when the next forward comes.
-        foreign = handle != 0 and stream.stream_id == handle
-        self._done = torch.cuda.Event() if foreign else None
+    def _enter_capture(self, stream: torch.cuda.Stream) -> None:
+        from cuda.bindings import driver
 
-    def _enter_capture(self, stream: torch.cuda.Stream, handle: int) -> None:
-        capture = _capture_id(handle)
-        before, self._captured = self._captured, (capture, stream)
-        if before is not None and before[0] == capture and before[1].cuda_stream != handle:
-            stream.wait_event(before[1].record_event())
+        number, _, _ = _capture_info(stream)
+        found = self._captures.get(number)
+        if found is None:
+            found = self._captures[number] = _Capture(stream)
+            external = driver.CUevent_wait_flags.CU_EVENT_WAIT_EXTERNAL
+            _call("cuStreamWaitEvent", driver.CUstream(stream.cuda_stream), self._raw_event(), external)
+        elif found.last.cuda_stream != stream.cuda_stream:
+            stream.wait_event(found.last.record_event())
+        self._capture, found.last = number, stream
+
+    def _leave_capture(self, capture: _Capture) -> None:
+        """Let the graph record the event after this forward, beside what follows on the stream."""
+        _, graph, nodes = _capture_info(capture.last)
+        if capture.record is None:
+            (capture.record,) = _call("cuGraphAddEventRecordNode", graph, nodes, len(nodes), self._raw_event())
+        else:
+            _edges("cuGraphAddDependencies", graph, nodes, capture.record)
+            _edges("cuGraphRemoveDependencies", graph, capture.after, capture.record)
+        capture.after = nodes
+
+    def _raw_event(self) -> Any:
+        from cuda.bindings import driver
+
+        return driver.CUevent(self._event.cuda_event)
 
 
-def _capture_id(handle: int) -> int:
-    """The number of the capture that a stream takes part in."""
+def _call(name: str, *args: Any) -> tuple:
+    """What a driver function returns after its CUresult. Raises MegaMoEError naming both."""
     from cuda.bindings import driver
 
-    found = driver.cuStreamGetCaptureInfo(driver.CUstream(handle))
-    if found[0] != driver.CUresult.CUDA_SUCCESS:
-        raise MegaMoEError(f"cuStreamGetCaptureInfo: {found[0].name}")
-    return int(found[2])
+    result = getattr(driver, name)(*args)
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        raise MegaMoEError(f"capturing a forward in a CUDA graph: {name} gave {result[0].name}")
+    return result[1:]
+
+
+def _edges(name: str, graph: Any, nodes: tuple, to: Any) -> None:
+    """Add or remove edges from nodes to one node."""
+    from cuda.bindings import driver
+
+    name = f"{name}_v2" if hasattr(driver, f"{name}_v2") else name  # the one with edge data, as CUDA 13 has it only
+    _call(name, graph, nodes, (to,) * len(nodes), None, len(nodes))
+
+
+def _capture_info(stream: torch.cuda.Stream) -> tuple[int, Any, tuple]:
+    """Number of the capture that a stream takes part in, its graph, and the nodes that the next one will follow."""
+    from cuda.bindings import driver
+
+    _, number, graph, nodes, *_ = _call("cuStreamGetCaptureInfo", driver.CUstream(stream.cuda_stream))
+    return int(number), graph, tuple(nodes)

@@ -208,8 +208,8 @@ def test_handles_name_open_layers_only(world) -> None:
     moe = MegaMoE(CFG, make_weights(CFG, 1, 0, "cpu")[0], world)
     handle = moe.handle
     assert handle.device.type == "cpu" and handle.dtype == torch.int64 and handle.ndim == 0
-    forward(*args, None, handle)
-    for wrong in (handle.int(), handle[None]):
+    assert torch.equal(forward(*args, None, handle), forward(*args, None, handle.clone()))
+    for wrong in (handle.int(), handle[None].clone()):
         with pytest.raises(InputError, match=r"layer = .*handle"):
             forward(*args, None, wrong)
     with pytest.raises(MegaMoEError, match="layer 12345 is not an open layer"):

@@ -217,11 +217,10 @@ def moe_epoch(moe: MegaMoE) -> int:
 
 
 class FakeStream:
-    """A CUDA stream that notes who waits for whom. made_by_torch: else its id is its handle."""
+    """A CUDA stream that notes what waits for what."""
 
-    def __init__(self, handle: int, log: list, made_by_torch: bool = True) -> None:
-        self.cuda_stream, self.stream_id, self.log = handle, handle % 7 if made_by_torch else handle, log
-        self.capture = 0
+    def __init__(self, handle: int, log: list) -> None:
+        self.cuda_stream, self.log, self.capture = handle, log, 0
 
     def record_event(self) -> str:
         return f"end of {self.cuda_stream}"
@@ -231,6 +230,8 @@ class FakeStream:
 
 
 class FakeEvent:
+    cuda_event = 1
+
     def record(self, stream: FakeStream) -> None:
         self.stream = stream
 
@@ -239,72 +240,81 @@ class FakeEvent:
 
 
 class Streams:
-    """torch.cuda with streams that only note."""
+    """torch.cuda and the driver with streams that only note; calls: the driver's, without those that look."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now: FakeStream | None = None
+        self.calls: list[tuple] = []
+        self.nodes = 0
         monkeypatch.setattr(ordering, "_current_handle", lambda index: self.now.cuda_stream)
-        monkeypatch.setattr(ordering, "_capture_id", lambda handle: self.now.capture)
+        monkeypatch.setattr(ordering, "_capture_info", self.capture_info)
+        monkeypatch.setattr(ordering, "_call", self.call)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(self.now.capture))
         monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-        monkeypatch.setattr(torch.cuda, "stream", self.switch)
 
-    def switch(self, stream: FakeStream):
-        outer = self
+    def capture_info(self, stream: FakeStream) -> tuple:
+        return stream.capture, f"graph {stream.capture}", (f"node {self.nodes}",)
 
-        class Switched:
-            def __enter__(self) -> None:
-                self.before, outer.now = outer.now, stream
+    def call(self, name: str, *args: object) -> tuple:
+        self.calls.append((name.removesuffix("_v2"), *args))
+        return ("the record",)
 
-            def __exit__(self, *exc: object) -> None:
-                outer.now = self.before
-
-        return Switched()
+    def order(self) -> ordering.StreamOrder:
+        """An order whose event was recorded on stream 0."""
+        order, self.now = ordering.StreamOrder(), FakeStream(0, [])
+        order.prepare(torch.device("cuda", 0))
+        return order
 
     def forward(self, order: ordering.StreamOrder, stream: FakeStream) -> None:
-        self.now = stream
+        self.now, self.nodes = stream, self.nodes + 1
         with order.lock:
             assert order.enter(torch.device("cuda", 0)) == stream.cuda_stream
             order.leave()
 
 
 def test_a_change_of_streams_is_a_dependency(monkeypatch) -> None:
-    streams, order, log = Streams(monkeypatch), ordering.StreamOrder(), []
-    a, b = FakeStream(0, log), FakeStream(1002, log)
+    streams, log = Streams(monkeypatch), []
+    order = streams.order()
+    a, b = FakeStream(1001, log), FakeStream(1002, log)
     for stream in (a, a, b, b, a):
         streams.forward(order, stream)
-    assert log == [(1002, "end of 0"), (0, "end of 1002")]
+    assert log == [(1001, "recorded on 0"), (1002, "recorded on 1001"), (1001, "recorded on 1002")]
 
 
-def test_streams_that_may_be_destroyed_leave_an_event(monkeypatch) -> None:
-    streams, order, log = Streams(monkeypatch), ordering.StreamOrder(), []
-    own, foreign = FakeStream(1001, log), FakeStream(2002, log, made_by_torch=False)
-    streams.forward(order, foreign)
-    foreign.record_event = None  # as destroyed
-    streams.forward(order, own)
-    streams.forward(order, own)
-    assert log == [(1001, "recorded on 2002")]
-    streams.forward(order, foreign)
-    assert log[1:] == [(2002, "end of 1001")]
-
-
-def test_captures_are_ordered_within_and_leave_eager_forwards_alone(monkeypatch) -> None:
-    streams, order, log = Streams(monkeypatch), ordering.StreamOrder(), []
-    eager, one, two, three = (FakeStream(handle, log) for handle in (1001, 1002, 1003, 1004))
+def test_graphs_wait_for_the_event_and_record_it_after_their_last_forward(monkeypatch) -> None:
+    streams, log = Streams(monkeypatch), []
+    order = streams.order()
+    eager, one, two, other = (FakeStream(handle, log) for handle in (1001, 1002, 1003, 1004))
     one.capture = two.capture = 7
-    three.capture = 8
-    for stream in (eager, one, one, two, three, eager):
-        streams.forward(order, stream)
-    assert log == [(1003, "end of 1002")]  # nothing captured waits for what ran before, nor what runs for it
+    other.capture = 8
+    streams.forward(order, eager)
     log.clear()
-    eager.capture = 9
-    other = FakeStream(1005, log)
-    with pytest.raises(MegaMoEError, match="captured in a graph by another thread"):
-        streams.forward(order, other)
-    eager.capture = 0
-    streams.forward(order, other)
-    assert log == [(1005, "end of 1001")]
+    for stream in (one, one, two, other):
+        streams.forward(order, stream)
+    assert log == [(1003, "end of 1002")]  # an edge within the capture; none to what ran or was captured before
+    waits = [(int(c[1]), c[3].name) for c in streams.calls if c[0] == "cuStreamWaitEvent"]
+    assert waits == [(1002, "CU_EVENT_WAIT_EXTERNAL"), (1004, "CU_EVENT_WAIT_EXTERNAL")]
+    changes = [c[:3] if "Node" in c[0] else (*c[:4], c[5]) for c in streams.calls if c[0] != "cuStreamWaitEvent"]
+    assert changes == [
+        ("cuGraphAddEventRecordNode", "graph 7", ("node 2",)),
+        ("cuGraphAddDependencies", "graph 7", ("node 3",), ("the record",), 1),
+        ("cuGraphRemoveDependencies", "graph 7", ("node 2",), ("the record",), 1),
+        ("cuGraphAddDependencies", "graph 7", ("node 4",), ("the record",), 1),
+        ("cuGraphRemoveDependencies", "graph 7", ("node 3",), ("the record",), 1),
+        ("cuGraphAddEventRecordNode", "graph 8", ("node 5",)),
+    ]
+    log.clear()
+    streams.forward(order, eager)  # on the stream of the eager forward before: a replay may have come in between
+    assert log == [(1001, "recorded on 1001")]
+
+
+def test_what_the_driver_refuses_is_named(monkeypatch) -> None:
+    from cuda.bindings import driver
+
+    monkeypatch.setattr(driver, "cuEventCreate", lambda flags: (driver.CUresult.CUDA_ERROR_INVALID_VALUE, None))
+    with pytest.raises(MegaMoEError, match="in a CUDA graph: cuEventCreate gave CUDA_ERROR_INVALID_VALUE"):
+        ordering._call("cuEventCreate", 0)
 
 
 def test_threads_wait_for_each_others_launches(monkeypatch) -> None:
@@ -312,8 +322,9 @@ def test_threads_wait_for_each_others_launches(monkeypatch) -> None:
     with SingleWorld("cpu") as w:
         moe = layer_on(w)
         moe.backend, moe._warm = "kernels", True
-        streams, log, inside = Streams(monkeypatch), [], []
-        streams.now = FakeStream(1001, log)
+        streams, inside = Streams(monkeypatch), []
+        streams.now = FakeStream(1001, [])
+        moe._workspace.order.prepare(torch.device("cuda", 0))
         turn = threading.Event()
 
         class Slow:

@@ -72,6 +72,49 @@ def test_forwards_on_unordered_streams_follow_each_other(two_layers):
     two_layers[0].synchronize()
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_replays_and_eager_forwards_on_unordered_streams_follow_each_other(size):
+    """Whoever is launched first runs first, also when its stream is held up and the other's is free."""
+    tokens = [200, 77][:size]
+    with open_layer(CFG, size) as (_, _packs, moe):
+        problems = [make_inputs(CFG, tokens, "random", i, DEVICE) for i in range(4)]
+        wants = [moe(p.xs, p.ids, p.weights) for p in problems]
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        graphs = []
+        for chosen in ((0, 1), (2, 3, 2)):
+            outs = [[torch.empty_like(x) for x in problems[i].xs] for i in chosen]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for i, out in zip(chosen, outs):
+                    moe(problems[i].xs, problems[i].ids, problems[i].weights, out=out)
+                torch.cuda._sleep(1000)  # something behind the last forward
+            graphs.append((graph, chosen, outs))
+        streams = [torch.cuda.Stream() for _ in range(4)]
+        for turn in range(24):
+            for _, _, outs in graphs:
+                for ys in outs:
+                    for y in ys:
+                        y.fill_(float("nan"))
+            torch.cuda.synchronize()
+            eager = []
+            for place in range(4):
+                with torch.cuda.stream(streams[(place + turn) % 4]):
+                    if place == turn % 4:
+                        torch.cuda._sleep(LONG // 4)
+                    if (place + turn // 4) % 2:
+                        graphs[(place + turn) // 2 % 2][0].replay()
+                    else:
+                        p = problems[place]
+                        eager.append((moe(p.xs, p.ids, p.weights), wants[place]))
+            torch.cuda.synchronize()
+            done = [(outs, [wants[i] for i in chosen]) for _, chosen, outs in graphs if not outs[0][0].isnan().any()]
+            assert done, turn
+            for got, want in (*eager, *((g, w) for gs, ws in done for g, w in zip(gs, ws))):
+                assert all(torch.equal(a, b) for a, b in zip(got, want)), turn
+        moe.synchronize()
+
+
 def test_a_foreign_stream_may_be_gone_at_the_next_forward(two_layers):
     from cuda.bindings import driver
 
