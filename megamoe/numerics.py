@@ -9,12 +9,15 @@ amax ignores NaN, so one NaN does not change its neighbours' codes; the code of 
 value in a group makes s infinite: the group then dequantises to NaN. With a static scale it saturates.
 
 torch divides a CUDA tensor by a Python number as a product with the reciprocal, which rounds differently;
-`_divide` therefore always divides by a tensor on the same device.
+`_divide` therefore always divides by a tensor on the same device. Every new tensor names its device, so that
+torch.set_default_device and `with torch.device(...)` change nothing.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -47,6 +50,35 @@ class CanonicalExperts(NamedTuple):
     w2_scale: Tensor
     x_scale: float | None = None
     act_scale: float | None = None
+
+
+@contextmanager
+def exact_matmul() -> Iterator[None]:
+    """fp32 products without TF32, bf16 passes or autocast, whatever the process has set; restored afterwards.
+
+    torch has two interfaces for TF32 and refuses the older one once the newer one is in use, so the older
+    is tried first and the newer touched only where the process has used it already. Also a decorator.
+    """
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        try:
+            before = torch.get_float32_matmul_precision()
+        except RuntimeError:
+            for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
+                stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+                backend.fp32_precision = "ieee"
+        else:
+            if before != "highest":
+                stack.callback(torch.set_float32_matmul_precision, before)
+                torch.set_float32_matmul_precision("highest")
+        yield
+
+
+def fp32(value: float) -> float:
+    """The fp32 number nearest to `value`, infinite beyond the range of fp32."""
+    return ctypes.c_float(value).value
 
 
 def fp8_dtype(fp8: str) -> torch.dtype:

@@ -4,6 +4,9 @@ It reads canonical experts (numerics.CanonicalExperts) and computes what DESIGN'
 by expert, so that only one expert's dequantised weights exist at a time. Codes and scales are what the
 kernels should produce up to the order of their sums; with dtype=torch.float64 the sums are as good as exact.
 
+Nothing here is differentiable: results never require grad, also where inputs do, and no graph is kept. Autocast,
+TF32 and the default device change no bit (numerics.exact_matmul), and torch.inference_mode() is fine.
+
 "Experts" of rows are ids into the pack that is handed in (local experts). A row whose id is outside the
 pack is skipped: zeros come back for it.
 """
@@ -12,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -20,40 +22,10 @@ from torch import Tensor
 from . import numerics
 from .config import BLOCK, MoEConfig
 from .errors import InputError
-from .numerics import CanonicalExperts
+from .numerics import CanonicalExperts, exact_matmul
 
 CODE_TOLERANCE = 5e-3
 """How far a dequantised value may be off, in rms of its group, when its code is not a neighbour."""
-
-
-@contextmanager
-def exact_matmul() -> Iterator[None]:
-    """fp32 products without TF32 or bf16 passes, whatever the process has set; restored afterwards.
-
-    torch has two interfaces for this and refuses the older one once the newer one is in use, so the older
-    is tried first and the newer touched only where the process has used it already.
-    """
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-        precisions = [backend.fp32_precision for backend in backends]
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            for backend, precision in zip(backends, precisions):
-                backend.fp32_precision = precision
-        return
-    if before == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _static(name: str, value: float | None) -> float:
@@ -67,6 +39,8 @@ def _check_shape(name: str, x: Tensor, *shape: int) -> None:
         raise InputError(f"{name}.shape", tuple(x.shape), str(shape))
 
 
+@torch.no_grad()
+@exact_matmul()
 def stage(cfg: MoEConfig, x: Tensor, x_scale: float | None = None) -> tuple[Tensor, Tensor | None]:
     """Quantise tokens: x [T, H] -> codes FP8 [T, H], and scales fp32 [T, H/128] or None in tensor mode.
 
@@ -82,7 +56,7 @@ def stage(cfg: MoEConfig, x: Tensor, x_scale: float | None = None) -> tuple[Tens
 def clean_routes(cfg: MoEConfig, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Routes as the kernels see them: ids int32 [T, K], -1 where outside 0..E-1, and weights fp32 [T, K]."""
     live = (ids >= 0) & (ids < cfg.num_experts)
-    return torch.where(live, ids, -1).to(torch.int32), weights.float()
+    return torch.where(live, ids, -1).to(torch.int32), weights.detach().float()
 
 
 def _by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -123,6 +97,8 @@ def _fc2_rows(cfg: MoEConfig, codes, scales, expert: int, pack: CanonicalExperts
     return rows * weights.to(dtype)[:, None] if cfg.route_weight == "output" else rows
 
 
+@torch.no_grad()
+@exact_matmul()
 def quantize_activation(cfg: MoEConfig, act: Tensor, act_scale: float | None = None) -> tuple[Tensor, Tensor | None]:
     """FC1's output as FC2 reads it: act [R, I] -> codes FP8 [R, I], scales fp32 [R, I/act_group] or None."""
     if cfg.scale == "tensor":
@@ -152,6 +128,8 @@ def _take(x: Tensor | None, rows: Tensor) -> Tensor | None:
     return None if x is None else numerics.take_rows(x, rows)
 
 
+@torch.no_grad()
+@exact_matmul()
 def fc1(
     cfg: MoEConfig,
     codes: Tensor,
@@ -170,14 +148,15 @@ def fc1(
     _check_rows(cfg, "codes", codes, scales, cfg.hidden, BLOCK)
     _check_weights(cfg, "activation", weights, codes.shape[0])
     act = torch.zeros(codes.shape[0], cfg.intermediate, dtype=dtype, device=codes.device)
-    with exact_matmul():
-        for expert, rows in _by_expert(experts, pack.w13.shape[0]):
-            picked = (_take(codes, rows), _take(scales, rows))
-            act[rows] = _fc1_rows(cfg, *picked, expert, pack, _take(weights, rows), dtype)
+    for expert, rows in _by_expert(experts, pack.w13.shape[0]):
+        picked = (_take(codes, rows), _take(scales, rows))
+        act[rows] = _fc1_rows(cfg, *picked, expert, pack, _take(weights, rows), dtype)
     out, out_scales = quantize_activation(cfg, act, pack.act_scale)
     return {"act": act, "codes": out, "scales": out_scales}
 
 
+@torch.no_grad()
+@exact_matmul()
 def fc1_preactivation(
     cfg: MoEConfig,
     codes: Tensor,
@@ -189,13 +168,14 @@ def fc1_preactivation(
     """FC1's output before clamp and SwiGLU, all scales applied: [R, 2I] in dtype, gate then up. Arguments as in fc1."""
     _check_rows(cfg, "codes", codes, scales, cfg.hidden, BLOCK)
     both = torch.zeros(codes.shape[0], 2 * cfg.intermediate, dtype=dtype, device=codes.device)
-    with exact_matmul():
-        for expert, rows in _by_expert(experts, pack.w13.shape[0]):
-            picked = (_take(codes, rows), _take(scales, rows))
-            both[rows] = _gate_and_up(cfg, *picked, expert, pack, dtype)
+    for expert, rows in _by_expert(experts, pack.w13.shape[0]):
+        picked = (_take(codes, rows), _take(scales, rows))
+        both[rows] = _gate_and_up(cfg, *picked, expert, pack, dtype)
     return both
 
 
+@torch.no_grad()
+@exact_matmul()
 def fc2(
     cfg: MoEConfig,
     codes: Tensor,
@@ -215,13 +195,14 @@ def fc2(
     _check_weights(cfg, "output", weights, codes.shape[0])
     out_dtype = torch.bfloat16 if rounded else dtype
     out = torch.zeros(codes.shape[0], cfg.hidden, dtype=out_dtype, device=codes.device)
-    with exact_matmul():
-        for expert, rows in _by_expert(experts, pack.w2.shape[0]):
-            picked = (_take(codes, rows), _take(scales, rows))
-            out[rows] = _fc2_rows(cfg, *picked, expert, pack, _take(weights, rows), dtype).to(out_dtype)
+    for expert, rows in _by_expert(experts, pack.w2.shape[0]):
+        picked = (_take(codes, rows), _take(scales, rows))
+        out[rows] = _fc2_rows(cfg, *picked, expert, pack, _take(weights, rows), dtype).to(out_dtype)
     return out
 
 
+@torch.no_grad()
+@exact_matmul()
 def reduce(slots: Tensor, ids: Tensor) -> Tensor:
     """Sum a token's rows: slots bf16 [T, K, H], ids [T, K] (below 0 = masked, never read) -> bf16 [T, H].
 
@@ -233,6 +214,8 @@ def reduce(slots: Tensor, ids: Tensor) -> Tensor:
     return total.to(torch.bfloat16)
 
 
+@torch.no_grad()
+@exact_matmul()
 def layer(
     cfg: MoEConfig,
     experts: Sequence[CanonicalExperts],
@@ -283,16 +266,17 @@ def _slots(cfg: MoEConfig, packs, codes: Tensor, scales, ids: Tensor, weights: T
     slots = torch.full((*ids.shape, cfg.hidden), math.nan, dtype=torch.bfloat16, device=codes.device)
     flat = slots.view(-1, cfg.hidden)
     owners = [(pack, local) for pack in packs for local in range(pack.w13.shape[0])]
-    with exact_matmul():
-        for expert, rows in _by_expert(ids.flatten(), len(owners)):
-            pack, local = owners[expert]
-            token, weight = rows // cfg.top_k, weights.flatten()[rows]
-            act = _fc1_rows(cfg, _take(codes, token), _take(scales, token), local, pack, weight, dtype)
-            act_codes, act_scales = quantize_activation(cfg, act, pack.act_scale)
-            flat[rows] = _fc2_rows(cfg, act_codes, act_scales, local, pack, weight, dtype).to(torch.bfloat16)
+    for expert, rows in _by_expert(ids.flatten(), len(owners)):
+        pack, local = owners[expert]
+        token, weight = rows // cfg.top_k, weights.flatten()[rows]
+        act = _fc1_rows(cfg, _take(codes, token), _take(scales, token), local, pack, weight, dtype)
+        act_codes, act_scales = quantize_activation(cfg, act, pack.act_scale)
+        flat[rows] = _fc2_rows(cfg, act_codes, act_scales, local, pack, weight, dtype).to(torch.bfloat16)
     return slots
 
 
+@torch.no_grad()
+@exact_matmul()
 def unquantised_layer(
     cfg: MoEConfig,
     w13: Tensor,
@@ -308,12 +292,11 @@ def unquantised_layer(
     """
     ids, weights = clean_routes(cfg, ids, weights)
     y = torch.zeros(x.shape[0], cfg.hidden, dtype=dtype, device=x.device)
-    with exact_matmul():
-        for expert, rows in _by_expert(ids.flatten(), cfg.num_experts):
-            token = rows // cfg.top_k
-            gate, up = (x[token].to(dtype) @ w13[expert].to(dtype).T).split(cfg.intermediate, dim=1)
-            out = numerics.swiglu(gate, up, cfg.clamp) @ w2[expert].to(dtype).T
-            y.index_add_(0, token, out * weights.flatten()[rows, None].to(dtype))
+    for expert, rows in _by_expert(ids.flatten(), cfg.num_experts):
+        token = rows // cfg.top_k
+        gate, up = (x[token].to(dtype) @ w13[expert].to(dtype).T).split(cfg.intermediate, dim=1)
+        out = numerics.swiglu(gate, up, cfg.clamp) @ w2[expert].to(dtype).T
+        y.index_add_(0, token, out * weights.flatten()[rows, None].to(dtype))
     return y
 
 
@@ -328,6 +311,8 @@ def layer_bound(cfg: MoEConfig, tokens: int) -> float:
     return bound if tokens >= 64 else 4 * bound
 
 
+@torch.no_grad()
+@exact_matmul()
 def relative_error(out: Tensor, ref: Tensor) -> float:
     """||out - ref|| / ||ref|| (Frobenius, fp64). inf when either holds NaN or infinity; 0 against 0 is 0."""
     _check_shape("out", out, *ref.shape)
@@ -340,6 +325,8 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
     return error / size
 
 
+@torch.no_grad()
+@exact_matmul()
 def cosine(a: Tensor, b: Tensor) -> float:
     """Cosine of two tensors as flat fp64 vectors. -inf when either holds NaN or infinity; two zeros give 1."""
     _check_shape("a", a, *b.shape)
@@ -352,6 +339,8 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return torch.dot(a / sizes[0], b / sizes[1]).item()
 
 
+@torch.no_grad()
+@exact_matmul()
 def code_faults(codes: Tensor, scales: Tensor | None, ref_codes: Tensor, ref_scales: Tensor | None, group: int) -> int:
     """How many codes differ from the oracle's by more than DESIGN allows.
 

@@ -152,7 +152,8 @@ def local_layout(cfg: MoEConfig, world_size: int) -> Layout:
     ids int32 and weights fp32 [max_tokens, K] (checked; -1 = masked);
     expert_start int32 [E_local + 1]; tickets int32 [2, 2] (fc1's, fc2's: kernels/gemm_queue.py);
     pool_x, pool_act row records; pool_meta int64, pool_weight fp32,
-    pool_y bf16 [rows, H], each of pool_capacity rows.
+    pool_y bf16 [rows, H], each of MoEConfig.pool_capacity rows: W * max_tokens * K, as unchecked ids may name one
+    expert several times in a token, or pool_rows.
     """
     routes, rows = cfg.max_tokens * cfg.top_k, cfg.pool_capacity(world_size)
     return Layout(

@@ -2,13 +2,14 @@
 
 from .host import HostGroup
 from .local import SingleWorld
-from .memory import memory_estimate
+from .memory import MemoryEstimate, memory_estimate
 from .virtual import VirtualWorld
 from .workspace import Workspace
 from .world import SymmetricBlock, World, world
 
 __all__ = [
     "HostGroup",
+    "MemoryEstimate",
     "SingleWorld",
     "SymmetricBlock",
     "VirtualWorld",

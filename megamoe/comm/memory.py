@@ -25,8 +25,36 @@ def layer_weight_bytes(cfg: MoEConfig, world_size: int = 1) -> int:
     return codes + 4 * blocks
 
 
-def memory_estimate(cfg: MoEConfig, world_size: int = 1) -> dict[str, int]:
-    """Bytes of GPU memory on each rank, by name.
+_SUMS = ("arena", "pools", "layer_weights", "total")
+
+
+def _size(nbytes: int) -> str:
+    """Bytes for people, numbers right-aligned."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:8.2f} {name}"
+    return f"{nbytes:8d} B"
+
+
+class MemoryEstimate(dict[str, int]):
+    """What memory_estimate found: a dict of bytes by name that prints as a table of the arena's and pools' regions."""
+
+    def __repr__(self) -> str:
+        if not set(_SUMS) <= set(self) or not all(isinstance(value, int) for value in self.values()):
+            return super().__repr__()  # somebody changed it
+        symmetric = arena_layout(MoEConfig(BLOCK, BLOCK, 1, 1, 1), 1)  # for its names, which no config changes
+        regions = [name for name in self if name not in _SUMS]
+        lines: list[str] = []
+        for total in _SUMS:
+            lines.append(f"{total:18}{_size(self[total])}")
+            if total in ("arena", "pools"):
+                mine = (name for name in regions if (name in symmetric) == (total == "arena"))
+                lines += [f"  {name:16}{_size(self[name])}" for name in mine]
+        return "\n".join(lines)
+
+
+def memory_estimate(cfg: MoEConfig, world_size: int = 1) -> MemoryEstimate:
+    """Bytes of GPU memory on each rank, by name: a dict whose repr is a table in GiB and MiB.
 
     control, counts, lists, x, slots: regions of the arena, symmetric memory that peers read and write.
     send_counts ... pool_y: local regions. The two sums, which include alignment:
@@ -45,4 +73,4 @@ def memory_estimate(cfg: MoEConfig, world_size: int = 1) -> dict[str, int]:
     weights = layer_weight_bytes(cfg, world_size)
     sizes.update(arena=arena.nbytes, pools=local.nbytes, layer_weights=weights)
     sizes["total"] = arena.nbytes + local.nbytes + weights
-    return sizes
+    return MemoryEstimate(sizes)
