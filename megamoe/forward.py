@@ -56,6 +56,9 @@ class Call(NamedTuple):
         )
 
 
+MOST_KEPT = 1024
+"""Pairs of T and stream whose launches a RankForward keeps."""
+
 EMPTY = Call(0, 0, 0, 0, 0, 0, 0, 0, False)
 
 
@@ -90,6 +93,7 @@ class RankForward:
         world_size = workspace.world.size
         local = cfg.experts_local(world_size)
         self._cfg, self._num_sms = cfg, num_sms
+        self._kept: dict[tuple[int, int], tuple[tuple[Launch, tuple], ...]] = {}  # by T and stream
         for name, buffer in traces.items():
             if buffer.shape[0] < trace.most_ctas(name, num_sms):
                 raise ConfigError(f"traces[{name!r}]", tuple(buffer.shape), f"room for {num_sms} SMs")
@@ -142,6 +146,26 @@ class RankForward:
         )
         self._reduce_args = (at["ids"], at["send_start"], at["slots"])
 
+    def _between(self, tokens: int, stream: int) -> tuple[tuple[Launch, tuple], ...]:
+        """The launches between stage and reduce, which no address of a call reaches; kept, for they cost host time."""
+        found = self._kept.get((tokens, stream))
+        if found is None:
+            found = self._middle(self._control, tokens, stream)
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.clear()
+            self._kept[tokens, stream] = found
+        return found
+
+    def _middle(self, control: int, tokens: int, stream: int) -> tuple[tuple[Launch, tuple], ...]:
+        exchange = (control, *self._exchange_head, tokens, *self._exchange_args)
+        return (
+            (self._exchange, (*exchange, exchange_grid(tokens, self._cfg.top_k, self._num_sms), stream)),
+            (self._pull, (control, *self._pull_args, stream)),
+            (self._fc1, (*self._fc1_args, stream)),
+            (self._fc2, (*self._fc2_args, stream)),
+            (self._token_back, (control, *self._back_args, stream)),
+        )
+
     def _calls(self, call: Call, stream: int, dry: bool = False) -> tuple[tuple[Launch, tuple], ...]:
         """The launches of a forward and their arguments, in the order of STAGES."""
         cfg, sms, tokens = self._cfg, self._num_sms, call.tokens
@@ -151,15 +175,10 @@ class RankForward:
             *(call.weights, call.weights_are_bf16, tokens, self._x_scale, *self._stage_out),
             *(stage_grid(cfg.hidden, tokens, cfg.top_k, sms), stream),
         )
-        exchange = (control, *self._exchange_head, tokens, *self._exchange_args)
         reduce = (control, *self._head, tokens, *self._reduce_args, call.y, host)
         return (
             (self._stages[call.prequantized], stage),
-            (self._exchange, (*exchange, exchange_grid(tokens, cfg.top_k, sms), stream)),
-            (self._pull, (control, *self._pull_args, stream)),
-            (self._fc1, (*self._fc1_args, stream)),
-            (self._fc2, (*self._fc2_args, stream)),
-            (self._token_back, (control, *self._back_args, stream)),
+            *(self._middle(control, tokens, stream) if dry else self._between(tokens, stream)),
             (self._reduce, (*reduce, reduce_grid(cfg.hidden, tokens, sms), stream)),
         )
 

@@ -426,7 +426,9 @@ def _check_finite(name: str, largest: Sequence[float]) -> None:
     """Refuse the first expert whose largest magnitude is not finite."""
     for index, value in enumerate(largest):
         if not math.isfinite(value):
-            raise InputError(f"{name}[{index}]", "NaN values" if math.isnan(value) else "infinite values", "finite values")
+            raise InputError(
+                f"{name}[{index}]", "NaN values" if math.isnan(value) else "infinite values", "finite values"
+            )
 
 
 # ---------------------------------------------------------------- calibration

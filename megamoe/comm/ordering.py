@@ -93,9 +93,10 @@ class StreamOrder:
         _, graph, nodes = _capture_info(capture.last)
         if capture.record is None:
             (capture.record,) = _call("cuGraphAddEventRecordNode", graph, nodes, len(nodes), self._raw_event())
-        else:
-            _edges("cuGraphAddDependencies", graph, nodes, capture.record)
-            _edges("cuGraphRemoveDependencies", graph, capture.after, capture.record)
+        else:  # an edge that is there cannot be added
+            old, new = {int(node) for node in capture.after}, {int(node) for node in nodes}
+            _edges("cuGraphAddDependencies", graph, [n for n in nodes if int(n) not in old], capture.record)
+            _edges("cuGraphRemoveDependencies", graph, [n for n in capture.after if int(n) not in new], capture.record)
         capture.after = nodes
 
     def _raw_event(self) -> Any:
@@ -114,12 +115,14 @@ def _call(name: str, *args: Any) -> tuple:
     return result[1:]
 
 
-def _edges(name: str, graph: Any, nodes: tuple, to: Any) -> None:
+def _edges(name: str, graph: Any, nodes: list, to: Any) -> None:
     """Add or remove edges from nodes to one node."""
     from cuda.bindings import driver
 
+    if not nodes:
+        return
     name = f"{name}_v2" if hasattr(driver, f"{name}_v2") else name  # the one with edge data, as CUDA 13 has it only
-    _call(name, graph, nodes, (to,) * len(nodes), None, len(nodes))
+    _call(name, graph, nodes, [to] * len(nodes), None, len(nodes))
 
 
 def _capture_info(stream: torch.cuda.Stream) -> tuple[int, Any, tuple]:

@@ -254,7 +254,7 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
 
     def capture_info(self, stream: FakeStream) -> tuple:
-        return stream.capture, f"graph {stream.capture}", (f"node {self.nodes}",)
+        return stream.capture, f"graph {stream.capture}", (9, self.nodes)  # node 9 is never the last
 
     def call(self, name: str, *args: object) -> tuple:
         self.calls.append((name.removesuffix("_v2"), *args))
@@ -297,12 +297,12 @@ def test_graphs_wait_for_the_event_and_record_it_after_their_last_forward(monkey
     assert waits == [(1002, "CU_EVENT_WAIT_EXTERNAL"), (1004, "CU_EVENT_WAIT_EXTERNAL")]
     changes = [c[:3] if "Node" in c[0] else (*c[:4], c[5]) for c in streams.calls if c[0] != "cuStreamWaitEvent"]
     assert changes == [
-        ("cuGraphAddEventRecordNode", "graph 7", ("node 2",)),
-        ("cuGraphAddDependencies", "graph 7", ("node 3",), ("the record",), 1),
-        ("cuGraphRemoveDependencies", "graph 7", ("node 2",), ("the record",), 1),
-        ("cuGraphAddDependencies", "graph 7", ("node 4",), ("the record",), 1),
-        ("cuGraphRemoveDependencies", "graph 7", ("node 3",), ("the record",), 1),
-        ("cuGraphAddEventRecordNode", "graph 8", ("node 5",)),
+        ("cuGraphAddEventRecordNode", "graph 7", (9, 2)),
+        ("cuGraphAddDependencies", "graph 7", [3], ["the record"], 1),
+        ("cuGraphRemoveDependencies", "graph 7", [2], ["the record"], 1),
+        ("cuGraphAddDependencies", "graph 7", [4], ["the record"], 1),
+        ("cuGraphRemoveDependencies", "graph 7", [3], ["the record"], 1),
+        ("cuGraphAddEventRecordNode", "graph 8", (9, 5)),
     ]
     log.clear()
     streams.forward(order, eager)  # on the stream of the eager forward before: a replay may have come in between
