@@ -300,15 +300,39 @@ def unquantised_layer(
     return y
 
 
-def layer_bound(cfg: MoEConfig, tokens: int) -> float:
-    """DESIGN's bound on the relative error of the whole layer against this oracle, over `tokens` tokens.
+def live_routes(cfg: MoEConfig, ids: Tensor | Sequence[Tensor]) -> int:
+    """How many routes of ids [T, K], or of a list of them, name an expert and are not masked. Waits for the device."""
+    return sum(int(((i >= 0) & (i < cfg.num_experts)).sum()) for i in ([ids] if isinstance(ids, Tensor) else ids))
 
-    It is for many tokens: the error is a few flipped FP8 codes, and on fewer than 64 tokens one flip of a
-    large value can be several times the mean (1.7e-2 seen on a single token, 5e-3 on hundreds), so there it
-    is four times as wide.
+
+def layer_bound(cfg: MoEConfig, live: int) -> float:
+    """DESIGN's bound on the relative error of the whole layer against this oracle, over tokens with `live` live routes.
+
+    The tensor cores drop low bits of products, so FC1's output is off by `noise` of its rms, and a SwiGLU value next
+    to the middle of two FP8 numbers may get the other code: a step of up to 1/8 of the value (E4M3) or 1/4 (E5M2).
+    About noise / (2 step) of all codes do. Over many of the live * I codes these steps average out to `mean`, and
+    `many` bounds the error. Over few, one flip of the largest value counts, because products of gate and up have long
+    tails: the largest of n is about ln n, the mean square about 1/2, so that its share of the sum of squares is
+    (ln n)^2 / ((ln n)^2 + codes / 2). n is taken such that a larger one is flipped once in 1e5 calls. (noise: FC1's
+    bounds in README. mean, 1/2: a simulation of such flips, which this exceeds by a tenth or more.)
+
+    That holds for zero-mean data, tokens and routing weights of like size, and static scales of calibrate's size: a
+    route whose weight is far below another's hardly counts as live. With accum="single" it also supposes that FC1 is
+    within 5e-3, which data of one sign is not (see MoEConfig). Without live routes it is 0, because y is exactly 0.
+    Raises InputError unless live is an int of at least 0.
     """
-    bound = 3e-2 if cfg.accum == "single" else 1e-2 if cfg.fp8 == "e4m3" else 1.5e-2
-    return bound if tokens >= 64 else 4 * bound
+    if isinstance(live, bool) or not isinstance(live, int) or live < 0:
+        raise InputError("live", live, "the number of live routes, an int of at least 0 (see live_routes)")
+    if live == 0:
+        return 0.0
+    single, e4m3 = cfg.accum == "single", cfg.fp8 == "e4m3"
+    many = 3e-2 if single else 1e-2 if e4m3 else 1.5e-2
+    mean = many * (0.75 if single else 0.5)
+    noise, step = 5e-3 if single else 3e-4, 0.125 if e4m3 else 0.25
+    codes = live * cfg.intermediate
+    largest = math.log(codes * noise / (2 * step) / 1e-5)
+    share = largest**2 / (largest**2 + codes / 2)
+    return max(many, math.hypot(mean, step * math.sqrt(share)))
 
 
 @torch.no_grad()

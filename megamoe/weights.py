@@ -426,9 +426,8 @@ def _check_finite(name: str, largest: Sequence[float]) -> None:
     """Refuse the first expert whose largest magnitude is not finite."""
     for index, value in enumerate(largest):
         if not math.isfinite(value):
-            raise InputError(
-                f"{name}[{index}]", "NaN values" if math.isnan(value) else "infinite values", "finite values"
-            )
+            what = "NaN values" if math.isnan(value) else "infinite values"
+            raise InputError(f"{name}[{index}]", what, "finite values")
 
 
 # ---------------------------------------------------------------- calibration
@@ -498,7 +497,7 @@ def _check_calibration(cfg: MoEConfig, w13, ids: list[int], x: Tensor, topk_ids,
         if not 0 <= expert < cfg.num_experts:
             raise InputError("expert_ids", expert, f"0 to {cfg.num_experts - 1}")
     if isinstance(w13, Tensor):
-        check_type("w13", w13)
+        _check_readable("w13", w13)
     for weight in w13:
         _check_dtype("w13", weight, _HIGH)
         _check_shape("w13", weight, (2 * cfg.intermediate, cfg.hidden), "[2I, H] for each expert")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import json
+import pickle
 import warnings
 from types import SimpleNamespace
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 
 from megamoe import comm, errors, wire
-from megamoe.comm import SingleWorld, VirtualWorld, device, memory_estimate, nvshmem_runtime
+from megamoe.comm import MemoryEstimate, SingleWorld, VirtualWorld, device, memory_estimate, nvshmem_runtime
 from megamoe.comm import virtual as virtual_module
 from megamoe.comm.workspace import CLEARED, KEPT
 from megamoe.config import MoEConfig
@@ -66,6 +69,32 @@ def test_estimate_is_what_a_workspace_takes() -> None:
         held += 8 * ws._scratch[1].numel() + 8 * world.size
     estimate = memory_estimate(cfg, 2)
     assert estimate["arena"] + estimate["pools"] == pytest.approx(held, rel=0.02)
+
+
+def test_estimate_is_a_dict_that_prints_as_a_table() -> None:
+    cfg = MoEConfig(7168, 2048, 256, 8, 512)
+    found = memory_estimate(cfg, 8)
+    plain = dict(found)
+    for twin in (
+        copy.copy(found),
+        copy.deepcopy(found),
+        pickle.loads(pickle.dumps(found)),
+        json.loads(json.dumps(found)),
+    ):
+        assert twin == found == plain
+    assert isinstance(copy.copy(found), MemoryEstimate) and list(found) == list(plain)
+    lines = repr(found).splitlines()
+    names = [line.split()[0] for line in lines]
+    arena, local = wire.arena_layout(cfg, 8), wire.local_layout(cfg, 8)
+    assert names == ["arena", *arena, "pools", *local, "layer_weights", "total"]
+    assert all(line.startswith("  ") == (name in (*arena, *local)) for name, line in zip(names, lines))
+    units = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+    for name, line in zip(names, lines):
+        _, number, unit = line.split()
+        assert abs(float(number) * units[unit] - found[name]) <= 0.005 * units[unit]
+    assert lines[-1].endswith(" GiB") and len(max(lines, key=len)) < 40
+    del found["total"]
+    assert repr(found) == repr(dict(found))  # one that was changed prints as it is
 
 
 def test_estimate_refuses_a_world_that_does_not_fit() -> None:

@@ -206,14 +206,27 @@ def test_experts_local_divides_or_refuses(cfg: MoEConfig, ranks: int) -> None:
 @given(configs(), st.sampled_from([1, 2, 4, 8]))
 def test_pool_holds_every_legal_routing(cfg: MoEConfig, ranks: int) -> None:
     cfg = dataclasses.replace(cfg, num_experts=8 * max(1, cfg.num_experts // 8), top_k=min(cfg.top_k, 8))
-    local = cfg.experts_local(ranks)
-    most = ranks * cfg.max_tokens * min(cfg.top_k, local)  # every token names distinct experts of this rank
+    most = ranks * cfg.max_tokens * cfg.top_k  # every token names one expert of this rank, K times
     assert cfg.pool_capacity(ranks) == (most if cfg.pool_rows is None else min(most, cfg.pool_rows))
+
+
+def test_a_pool_without_bound_holds_duplicates_beyond_the_experts() -> None:
+    cfg = MoEConfig(hidden=128, intermediate=128, num_experts=8, top_k=6, max_tokens=10)
+    assert cfg.pool_capacity(4) == 4 * 10 * 6  # two experts a rank, but unchecked ids may all be 0
+    assert dataclasses.replace(cfg, pool_rows=4 * 10 * 2).pool_capacity(4) == 4 * 10 * 2
 
 
 def test_pool_rows_stay_int32_at_every_maximum() -> None:
     cfg = MoEConfig(hidden=128, intermediate=128, num_experts=MAX_EXPERTS, top_k=MAX_TOP_K, max_tokens=MAX_TOKENS)
     assert cfg.pool_capacity(MAX_RANKS) == MAX_RANKS * MAX_TOKENS * MAX_TOP_K < 1 << 31
+
+
+def test_knobs_print_what_differs_from_the_defaults() -> None:
+    assert repr(Knobs()) == "Knobs()"
+    text = "Knobs(tile_cols=256, cluster_rows=2, schedule='atomic')"
+    assert repr(Knobs(tile_cols=256, cluster_rows=2, schedule="atomic")) == text
+    for knobs in (Knobs(tile_rows=64, pingpong=True, stages=4, copy_depth=2), Knobs(swap_ab=True, tile_rows=8)):
+        assert eval(repr(knobs)) == knobs
 
 
 def test_knobs_describe_names_every_field() -> None:

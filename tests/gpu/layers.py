@@ -41,10 +41,10 @@ def poisoned_forward(moe: MegaMoE, p: Problem) -> list[torch.Tensor]:
     return outs
 
 
-def check(cfg: MoEConfig, ys: list[torch.Tensor], refs: list[torch.Tensor]) -> float:
-    """Assert DESIGN's bound on all ranks together; returns the error."""
+def check(cfg: MoEConfig, ys: list[torch.Tensor], refs: list[torch.Tensor], ids: list[torch.Tensor]) -> float:
+    """Assert DESIGN's bound on all ranks together, routed by ids; returns the error."""
     error = reference.relative_error(torch.cat(ys), torch.cat(refs))
-    bound = reference.layer_bound(cfg, sum(len(y) for y in ys))
+    bound = reference.layer_bound(cfg, reference.live_routes(cfg, ids))
     assert error <= bound, f"relative error {error:.3e} above {bound:.1e}"
     return error
 
@@ -52,7 +52,7 @@ def check(cfg: MoEConfig, ys: list[torch.Tensor], refs: list[torch.Tensor]) -> f
 def run_and_check(cfg: MoEConfig, moe: MegaMoE, packs, tokens: list[int], kind: str, seed: int) -> float:
     """One poisoned forward against the oracle."""
     p = make_inputs(cfg, tokens, kind, seed, DEVICE)
-    return check(cfg, poisoned_forward(moe, p), oracle(cfg, packs, p))
+    return check(cfg, poisoned_forward(moe, p), oracle(cfg, packs, p), p.ids)
 
 
 def launch_one(moe: MegaMoE, p: Problem, outs: list[torch.Tensor], rank: int) -> None:

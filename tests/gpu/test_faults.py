@@ -1,6 +1,7 @@
 """Aborts and refusals on virtual ranks of one GPU: nothing hangs, everything is named, reset() repairs."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_late_rank_is_fine():
         time.sleep(3)
         launch_one(moe, p, outs, 1)
         moe.synchronize()
-        check(CFG, outs, oracle(CFG, packs, p))
+        check(CFG, outs, oracle(CFG, packs, p), p.ids)
 
 
 BAD = [
@@ -115,7 +116,7 @@ def test_checked_routes_are_refused_on_every_rank():
                 recovers(moe, packs, tokens)
             p = make_inputs(cfg, tokens, "random", 2, DEVICE)
             p.ids[1][7, 2], p.weights[1][7, 2] = -1, float("nan")  # a masked route's weight is nobody's business
-            check(cfg, moe(p.xs, p.ids, p.weights), oracle(cfg, packs, p))
+            check(cfg, moe(p.xs, p.ids, p.weights), oracle(cfg, packs, p), p.ids)
             moe.synchronize()
 
 
@@ -132,15 +133,21 @@ def test_pool_overflow():
         recovers(moe, packs, [16, 20])
 
 
-def test_duplicates_beyond_the_pools_bound_abort():
-    cfg = MoEConfig(hidden=128, intermediate=128, num_experts=2, top_k=2, max_tokens=64, pool_rows=128)
-    with open_layer(cfg, 2, timeout_s=5) as (_, _packs, moe):
-        p = make_inputs(cfg, [64, 64], "random", 2, DEVICE)
-        for ids in p.ids:
-            ids.fill_(1)
-        moe(p.xs, p.ids, p.weights)
-        with pytest.raises(AbortedPoolOverflow):
-            moe.synchronize()
+def test_duplicates_take_rows_of_the_pool():
+    """Padding tokens whose unchecked ids are all 0 fit, however many; only pool_rows makes them too many."""
+    cfg = MoEConfig(hidden=128, intermediate=128, num_experts=2, top_k=2, max_tokens=64)
+    for bound in (None, 128):  # half of what all tokens with duplicates need
+        with open_layer(replace(cfg, pool_rows=bound), 2, timeout_s=5) as (_, packs, moe):
+            p = make_inputs(cfg, [64, 64], "random", 2, DEVICE)
+            for ids in p.ids:
+                ids.zero_()
+            ys = moe(p.xs, p.ids, p.weights)
+            if bound is None:
+                moe.synchronize()
+                check(cfg, ys, oracle(moe.cfg, packs, p), p.ids)
+                continue
+            with pytest.raises(AbortedPoolOverflow):
+                moe.synchronize()
 
 
 def test_a_rank_that_skipped_a_layer_is_found():
@@ -190,7 +197,7 @@ def test_host_refusals_name_the_argument_and_launch_nothing(name, spoil):
         assert name in caught.value.name and "rank 1" in caught.value.name
         torch.cuda.synchronize()
         assert all((o == 7.0).all() for o in outs)
-        check(CFG, moe(p.xs, p.ids, p.weights, out=outs), oracle(CFG, packs, p))
+        check(CFG, moe(p.xs, p.ids, p.weights, out=outs), oracle(CFG, packs, p), p.ids)
         moe.synchronize()
 
 
@@ -245,7 +252,7 @@ def test_replays_after_an_abort_are_nan_until_reset():
             moe(p.xs, p.ids, p.weights, out=outs)
         graph.replay()
         moe.synchronize()
-        check(CFG, outs, oracle(CFG, packs, p))
+        check(CFG, outs, oracle(CFG, packs, p), p.ids)
         launch_some(moe, p, [0])
         with pytest.raises(AbortedTimeout):
             moe.synchronize()
@@ -258,7 +265,7 @@ def test_replays_after_an_abort_are_nan_until_reset():
         moe.reset()
         graph.replay()
         moe.synchronize()
-        check(CFG, outs, oracle(CFG, packs, p))
+        check(CFG, outs, oracle(CFG, packs, p), p.ids)
 
 
 def test_an_abort_between_pull_ctas_reads_no_garbage():
@@ -297,5 +304,5 @@ def test_an_interrupted_launch_asks_for_a_reset(monkeypatch):
         with pytest.raises(MegaMoEError, match="reset"):
             moe(p.xs[0], p.ids[0], p.weights[0])
         moe.reset()
-        check(CFG, [moe(p.xs[0], p.ids[0], p.weights[0])], oracle(CFG, packs, p))
+        check(CFG, [moe(p.xs[0], p.ids[0], p.weights[0])], oracle(CFG, packs, p), p.ids)
         moe.synchronize()

@@ -32,7 +32,7 @@ def test_one_capture_replays_new_tokens(world_size):
                 out.fill_(float("nan"))
             graph.replay()
             moe.synchronize()
-            check(CFG, outs, oracle(CFG, packs, fresh))
+            check(CFG, outs, oracle(CFG, packs, fresh), fresh.ids)
 
 
 def test_capture_before_warmup_is_refused():
@@ -43,7 +43,8 @@ def test_capture_before_warmup_is_refused():
         with pytest.raises(MegaMoEError, match="warmup"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             moe(p.xs[0], p.ids[0], p.weights[0], out=out)
         torch.cuda.synchronize()
-        check(cfg, [moe(p.xs[0], p.ids[0], p.weights[0])], oracle(cfg, make_weights(cfg, 1, 0, DEVICE), p))
+        y = moe(p.xs[0], p.ids[0], p.weights[0])
+        check(cfg, [y], oracle(cfg, make_weights(cfg, 1, 0, DEVICE), p), p.ids)
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
@@ -60,8 +61,8 @@ def test_two_layers_share_a_workspace(world_size):
             first = layers[0](p.xs, p.ids, p.weights)
             second = layers[1](first, p.ids, p.weights)
         layers[1].synchronize()
-        check(CFG, first, oracle(CFG, packs[0], p))
-        check(CFG, second, oracle(CFG, packs[1], Problem(first, p.ids, p.weights)))
+        check(CFG, first, oracle(CFG, packs[0], p), p.ids)
+        check(CFG, second, oracle(CFG, packs[1], Problem(first, p.ids, p.weights)), p.ids)
         graph = torch.cuda.CUDAGraph()
         outs = [[torch.empty_like(x) for x in p.xs] for _ in range(2)]
         with torch.cuda.graph(graph):
@@ -96,7 +97,7 @@ def test_one_compile_a_kernel(monkeypatch):
                 p = make_inputs(cfg, [tokens], "random", tokens, DEVICE)
                 y = moe(p.xs[0], p.ids[0], p.weights[0])
                 moe.synchronize()
-                check(cfg, [y], oracle(cfg, packs, p))
+                check(cfg, [y], oracle(cfg, packs, p), p.ids)
             assert len(calls) == len(built)
         with MegaMoE(cfg, packs[0], world) as again:
             again.warmup()
@@ -119,7 +120,7 @@ def test_forward_neither_allocates_nor_waits(world_size):
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         moe.synchronize()
-        check(CFG, outs, oracle(CFG, packs, p))
+        check(CFG, outs, oracle(CFG, packs, p), p.ids)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -61,7 +61,7 @@ def test_many_items_a_cluster_leave_no_tickets(scale):
             p = make_inputs(cfg, [cfg.max_tokens], "random", seed, DEVICE)
             y = moe(p.xs[0], p.ids[0], p.weights[0])
             moe.synchronize()
-            check(cfg, [y], oracle(cfg, packs, p))
+            check(cfg, [y], oracle(cfg, packs, p), p.ids)
             assert not moe._workspace.tensor(0, "tickets", torch.int32, (2, 2)).any()
 
 
@@ -143,7 +143,7 @@ def test_prequantised_tokens_and_other_dtypes():
             moe.synchronize()
             assert all(torch.equal(a, b) for a, b in zip(plain, ys))
             p.weights = [w.bfloat16() for w in p.weights]
-            check(cfg, poisoned_forward(moe, p), oracle(cfg, packs, p))
+            check(cfg, poisoned_forward(moe, p), oracle(cfg, packs, p), p.ids)
 
 
 def test_nan_stays_in_its_token():

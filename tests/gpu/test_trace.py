@@ -90,7 +90,7 @@ def test_a_traced_forward(world_size, knobs):
             outs = [torch.full_like(x, float("nan")) for x in p.xs]
             moe(p.xs, p.ids, p.weights, out=outs)
             moe.synchronize()
-            check(CFG, outs, oracle(CFG, packs, p))
+            check(CFG, outs, oracle(CFG, packs, p), p.ids)
             records = read(buffers)
             check_well_formed(records)
             for rank in range(world_size):
@@ -126,7 +126,7 @@ def test_only_the_kernels_named_are_traced_and_replays_append():
         graph.replay()
         twice = read(buffers)
         moe.synchronize()
-        check(CFG, [y], oracle(CFG, packs, p))
+        check(CFG, [y], oracle(CFG, packs, p), p.ids)
         assert set(once["kernel"].tolist()) == {"fc2", "reduce"} and len(twice) == 2 * len(once)
 
 
@@ -138,7 +138,7 @@ def test_the_wait_for_a_late_rank_is_seen():
         clear(buffers)
         launch_held(moe, p, outs, 1, "stage", 20_000_000)  # about 10 ms
         moe.synchronize()
-        check(CFG, outs, oracle(CFG, packs, p))
+        check(CFG, outs, oracle(CFG, packs, p), p.ids)
         records = read(buffers)
         waits = records[(records["kernel"] == "pull") & (records["phase"] == Phase.WAIT_LISTS)]
         longest = {

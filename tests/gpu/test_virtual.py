@@ -37,7 +37,7 @@ def test_any_launch_order_and_delay(world_size):
             order = rng.sample(range(world_size), world_size)
             moe._workspace.poison()
             ys = launch_in_order(moe, p, order, [rng.randrange(2_000_000) for _ in order])
-            check(CFG, ys, oracle(CFG, packs, p))
+            check(CFG, ys, oracle(CFG, packs, p), p.ids)
 
 
 # In front of which kernel rank 3 is held up so that the wait named is the only guard.
@@ -53,9 +53,9 @@ def test_every_flag_wait_is_needed(fault, held, skip):
         torch.cuda.synchronize()
         if skip:
             with pytest.raises(AssertionError):
-                check(CFG, outs, oracle(CFG, packs, p))
+                check(CFG, outs, oracle(CFG, packs, p), p.ids)
         else:
-            check(CFG, outs, oracle(CFG, packs, p))
+            check(CFG, outs, oracle(CFG, packs, p), p.ids)
 
 
 def test_same_bits_whatever_the_timing():
@@ -68,7 +68,7 @@ def test_same_bits_whatever_the_timing():
             moe.synchronize()
             if first is None:
                 first = ys
-                check(CFG, ys, oracle(CFG, packs, p))
+                check(CFG, ys, oracle(CFG, packs, p), p.ids)
             assert all(torch.equal(a, b) for a, b in zip(first, ys))
 
 
@@ -81,4 +81,4 @@ def test_steps_are_the_kernels():
         for step in steps:
             step()
             torch.cuda.synchronize()
-        check(CFG, [y], oracle(CFG, packs, p))
+        check(CFG, [y], oracle(CFG, packs, p), p.ids)
