@@ -72,7 +72,7 @@ def meets(version: str, wanted: str) -> bool:
     except ValueError:
         return False
     for op, bound in clauses:
-        early = have[:2] == bound[:2] and _is_early(have) and not _is_early(bound)
+        early = _is_early(have) and not _is_early(bound) and have[:2] == bound[:2] and bound[3] in (-1, have[3])
         good = have == bound if op == "==" else have >= bound if op == ">=" else have < bound and not early
         if not good:
             return False

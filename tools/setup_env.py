@@ -100,6 +100,14 @@ def driver_cuda() -> int | None:
     return int(found[1]) * 1000 + int(found[2]) * 10 if out.returncode == 0 and found else None
 
 
+def driver_failure() -> int:
+    """cuInit's error; 0 when the driver starts and when there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuInit(0)
+    except (OSError, AttributeError):
+        return 0
+
+
 def torch_cuda() -> str | None:
     """torch.version.cuda of the installed torch without importing torch; None if absent or a CPU build."""
     spec = importlib.util.find_spec("torch")
@@ -235,6 +243,9 @@ def install(purpose: str, unfit: list[str]) -> None:
         run(*add, "-c", str(CONSTRAINTS), "ruff")
         return
     driver = driver_cuda()
+    failure = 0 if driver else driver_failure()
+    if failure:
+        say(f"cuInit gives error {failure} (make doctor names it); this machine is set up as one without a GPU")
     pins = () if driver else ("-c", str(CONSTRAINTS))
     run(*add, *pins, LAST_CU12_TORCH if driver and driver < 13000 else "torch")
     ask = f"import runpy; print(runpy.run_path({__file__!r})['torch_cuda']() or '')"
