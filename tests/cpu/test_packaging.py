@@ -74,3 +74,21 @@ def test_demo_refuses_bad_flags(flag: str, capsys: pytest.CaptureFixture[str]) -
 def test_readme_shows_the_example_as_it_is() -> None:
     code = (ROOT / "examples" / "one_gpu.py").read_text().split('"""', 2)[2].strip()
     assert code in (ROOT / "README.md").read_text()
+
+
+def test_readme_pictures_can_be_seen_from_elsewhere() -> None:
+    urls = re.findall(r'^Homepage = "https://github.com/(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    root = f"https://raw.githubusercontent.com/{urls[0]}/main/"
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert pictures
+    for url in pictures:
+        assert url.startswith(root) and (ROOT / url.removeprefix(root)).is_file(), url
+
+
+def test_changelog_has_this_version() -> None:
+    heads = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[0] == "Unreleased" and megamoe.__version__ in heads
+
+
+def test_ci_fails_where_the_second_pair_is_missing() -> None:
+    assert re.search(r'^"\$py" tools/second_pair.py(?!.*\|\|)', (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
