@@ -104,10 +104,11 @@ def test_an_installed_package_works_alone(built: dict[str, Path], kind: str, tmp
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
 
-    where = "import megamoe, sys; print(megamoe.__file__); print(*sys.path, sep='\\n')"
-    file, *path = run("-c", where).splitlines()
+    shown = "megamoe.__file__, packages.install('cu13'), *sys.path, sep='\\n'"
+    where = f"import megamoe, sys; from megamoe import packages; print({shown})"
+    file, command, *path = run("-c", where).splitlines()
     assert Path(file).is_relative_to(site) and str(ROOT) not in path
-    report = run("-m", "megamoe", "doctor")
-    assert python in report and "install -e" not in report
+    assert command == 'pip install "megamoe[cu13]"'
+    assert python in run("-m", "megamoe", "doctor")
     demo = run("-m", "megamoe", "demo")
     assert "7 kernels in" in demo and "no spills, no stack" in demo
