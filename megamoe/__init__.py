@@ -39,11 +39,6 @@ _LAZY = {
 _MODULES = ("kernels", "nn", "numerics", "reference")
 """Sub-modules that are public names."""
 
-_NO_TORCH = (
-    'megamoe needs torch: run "make demo", which sets up .venv, or pip install -e ".[cu13]"; '
-    '"python -m megamoe doctor" says more'
-)
-
 __all__ = [
     "AbortRecord",
     "AbortedBadInput",
@@ -81,7 +76,12 @@ def _load(module: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "torch":
             raise
-        raise MissingDependency(_NO_TORCH) from None
+        from .packages import in_checkout, install
+
+        make = 'run "make demo", which sets up .venv, or ' if in_checkout() else ""
+        raise MissingDependency(
+            f'megamoe needs torch: {make}{install("cu13")}; "python -m megamoe doctor" says more'
+        ) from None
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.metadata
+import os
 import platform
 import re
 import subprocess
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-DSL_VERSION = "4.8.1"
-"""The pin of pyproject.toml; kernels are compiled and tested with this version only."""
+from . import packages
+from .packages import install, version
 
 KERNELS = "compiling and running kernels; the torch reference works"
+RUNNING = "running kernels; they compile for sm_90a here"
 SEVERAL = "several processes, one a GPU; one GPU and virtual ranks work"
 
 
@@ -35,19 +36,6 @@ class Finding:
     found: str
     prevents: str = ""
     fix: str = ""
-
-
-def extra(name: str) -> str:
-    """The command that installs an extra of this package from a checkout."""
-    return f'pip install -e ".[{name}]"'
-
-
-def version(distribution: str) -> str | None:
-    """Version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def load(module: str) -> tuple[ModuleType | None, str]:
@@ -69,6 +57,34 @@ def driver_cuda() -> tuple[int, int] | None:
     return number.value // 1000, number.value % 1000 // 10
 
 
+def driver_error() -> tuple[int, str] | None:
+    """cuInit's error, (number, "its name: its text"), or None: the driver starts, or there is none."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        code = cuda.cuInit(0)
+        if code == 0:
+            return None
+        texts = []
+        for ask in (cuda.cuGetErrorName, cuda.cuGetErrorString):
+            text = ctypes.c_char_p()
+            if ask(code, ctypes.byref(text)) == 0 and text.value:
+                texts.append(text.value.decode(errors="replace"))
+    except (OSError, AttributeError):
+        return None
+    return code, ": ".join(texts) or "an error without a name"
+
+
+DRIVER_FIXES = {
+    100: "make a GPU visible: nvidia-smi, CUDA_VISIBLE_DEVICES, the container's --gpus",
+    802: "start the fabric manager: systemctl status nvidia-fabricmanager",
+    803: "libcuda and the kernel module are of different releases: reboot after an update, or, in a container, "
+    "take no libcuda of its own (LD_LIBRARY_PATH, cuda-compat)",
+    804: "take the driver's own libcuda, not the cuda-compat package's (LD_LIBRARY_PATH)",
+}
+"""cuInit's errors that have a usual cause (CUDA driver API, CUresult): no device, system not ready, driver
+mismatch, compatibility mode that this GPU lacks."""
+
+
 def driver_release() -> str:
     """The driver's own version, as in 580.159.03, or "unknown version"."""
     path = Path("/proc/driver/nvidia/version")
@@ -83,7 +99,7 @@ def driver_release() -> str:
     return found.group(0) if found else "unknown version"
 
 
-def wanted_extra(torch: ModuleType | None) -> str:
+def wanted_install(torch: ModuleType | None) -> str:
     """cu12 or cu13: from torch's CUDA version, else the driver's, else cu13."""
     cuda = getattr(getattr(torch, "version", None), "cuda", None)
     driver = driver_cuda()
@@ -105,23 +121,34 @@ def check_torch(torch: ModuleType | None, why: str) -> Finding:
     return Finding("torch", found)
 
 
+def judge(name: str, have: str, kind: str) -> Finding:
+    """The line of a package that is here: its version against packages.TESTED."""
+    wanted = packages.TESTED[name]
+    if packages.meets(have, wanted):
+        return Finding(name, have)
+    fix = f"{install(kind)} installs {name}{wanted}"
+    if packages.is_below(have, wanted):
+        return Finding(name, have, f"{KERNELS} ({name}{wanted} is needed)", fix)
+    return Finding(name, have, f"trusting results ({name}{wanted} is what is tested)", fix)
+
+
 def check_dsl(kind: str) -> Iterator[Finding]:
-    """Lines of the DSL: its version against the pin, and the CUDA flavour of the libraries it loaded."""
-    have = version("nvidia-cutlass-dsl")
+    """Lines of the DSL: its version, parts of other releases, and the CUDA flavour of the libraries it loaded."""
+    name = packages.DSL[0]
+    have, mixed = version(name), packages.mixed_parts()
+    if mixed:
+        fix = f"{install(kind)} installs one release"
+        yield Finding(name, mixed, f"{KERNELS} (all parts have to be of one release)", fix)
+        return  # importing such a mix may end anywhere
     cutlass, why = load("cutlass")
     if cutlass is None:
-        yield Finding("nvidia-cutlass-dsl", why if have else "not found", KERNELS, extra(kind))
+        yield Finding(name, why if have else "not found", KERNELS, install(kind))
         return
-    have = have or str(getattr(cutlass, "__version__", "unknown version"))
-    if have == DSL_VERSION:
-        yield Finding("nvidia-cutlass-dsl", have)
-    else:
-        fix = f"pip install nvidia-cutlass-dsl=={DSL_VERSION}"
-        yield Finding("nvidia-cutlass-dsl", have, f"trusting results ({DSL_VERSION} is what is tested)", fix)
+    yield judge(name, have or str(getattr(cutlass, "__version__", "unknown version")), kind)
     cuda = cutlass.CUDA_VERSION
     found, driver = f"CUDA {cuda.major}.{cuda.minor}", driver_cuda()
     if driver and cuda.major > driver[0]:
-        fix = f"a new environment with {extra('cu12')}, or a driver for CUDA {cuda.major}"
+        fix = f"a new environment with {install('cu12')}, or a driver for CUDA {cuda.major}"
         yield Finding("  its libraries", found, f"loading kernels (the driver is for CUDA {driver[0]})", fix)
     else:
         yield Finding("  its libraries", found)
@@ -138,7 +165,10 @@ def check_packages(kind: str) -> Iterator[Finding]:
         ("hypothesis", "running the tests", "test"),
     ):
         have = version(name)
-        yield Finding(name, have) if have else Finding(name, "not found", prevents, extra(group))
+        if not have:
+            yield Finding(name, "not found", prevents, install(group))
+        else:
+            yield judge(name, have, kind) if name in packages.TESTED else Finding(name, have)
 
 
 def check_nvshmem(kind: str) -> Iterator[Finding]:
@@ -148,7 +178,7 @@ def check_nvshmem(kind: str) -> Iterator[Finding]:
     if all(have.values()):
         yield Finding("nvshmem4py", found, SEVERAL + " (the bindings conflict)", "a new environment with one of them")
     elif not have[kind]:
-        yield Finding("nvshmem4py", found, SEVERAL, extra(kind))
+        yield Finding("nvshmem4py", found, SEVERAL, install(kind))
     else:
         yield Finding("nvshmem4py", found)
     library = version(f"nvidia-nvshmem-{kind}")
@@ -160,21 +190,24 @@ def check_nvshmem(kind: str) -> Iterator[Finding]:
             path = pathfinder.load_nvidia_dynamic_lib("nvshmem_host").abs_path  # type: ignore[union-attr]
             yield Finding("libnvshmem", str(path))
         except Exception:
-            yield Finding("libnvshmem", "not found", SEVERAL, extra(kind))
+            yield Finding("libnvshmem", "not found", SEVERAL, install(kind))
 
 
 def check_gpus(torch: ModuleType | None) -> Iterator[Finding]:
     """Lines of the driver, each GPU, and which GPUs reach which as peers."""
     driver = driver_cuda()
     if driver is None:
-        yield Finding(
-            "driver", "not found", "running kernels; they compile for sm_90a here", "a machine with a Hopper GPU"
-        )
+        yield Finding("driver", "not found", RUNNING, "a machine with a Hopper GPU")
         return
-    yield Finding("driver", f"{driver_release()} (CUDA {driver[0]}.{driver[1]})")
+    found, error = f"{driver_release()} (CUDA {driver[0]}.{driver[1]})", driver_error()
+    if error:
+        fix = DRIVER_FIXES.get(error[0], "see nvidia-smi and the kernel's log (dmesg)")
+        yield Finding("driver", f"{found}, cuInit fails with {error[0]}, {error[1]}", RUNNING, fix)
+        return
+    yield Finding("driver", found)
     if torch is None or not torch.cuda.is_available():
         found = "none that torch can use"
-        yield Finding("GPU", found, "running kernels; they compile for sm_90a here", "see torch and driver above")
+        yield Finding("GPU", found, RUNNING, "see torch and driver above")
         return
     count = torch.cuda.device_count()
     for index in range(count):
@@ -191,14 +224,31 @@ def check_gpus(torch: ModuleType | None) -> Iterator[Finding]:
         yield Finding(f"  peers of {index}", found, *bad)
 
 
+def check_settings() -> Iterator[Finding]:
+    """Lines of environment variables that matter here, where they are set."""
+    arch = os.environ.get("CUTE_DSL_ARCH", "")
+    if arch not in ("", "sm_90a"):
+        yield Finding("CUTE_DSL_ARCH", f"{arch}, which importing megamoe.kernels changes to sm_90a")
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        found = os.environ["CUDA_LAUNCH_BLOCKING"]
+        prevents = "virtual worlds of several ranks, whose forwards wait for each other"
+        yield Finding("CUDA_LAUNCH_BLOCKING", found, prevents, "unset CUDA_LAUNCH_BLOCKING")
+
+
+NOTE = (
+    'accum="single" is imprecise where what is summed has one sign: FP8 tensor cores truncate as they add '
+    '(FC1 is off by 0.15 at K = 7168 on all-positive data); "promoted", the default, is not'
+)
+
+
 def collect() -> list[Finding]:
     """Every finding about this machine, in the order of the report."""
     torch, why = load("torch")
-    kind = wanted_extra(torch)
+    kind = wanted_install(torch)
     python = f"{platform.python_version()} {sys.executable} ({platform.system()} {platform.machine()})"
     found = [Finding("python", python)]
     found += [check_torch(torch, why), *check_dsl(kind), *check_packages(kind)]
-    return [*found, *check_gpus(torch), *check_nvshmem(kind)]
+    return [*found, *check_gpus(torch), *check_nvshmem(kind), *check_settings(), Finding("note", NOTE)]
 
 
 def render(findings: list[Finding]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read once, when cutlass is imported
+os.environ["CUTE_DSL_ARCH"] = "sm_90a"  # as megamoe.kernels does, for tests that import cutlass before it
 
 import hypothesis
 import pytest

@@ -5,6 +5,9 @@ is ready. Otherwise .venv in the checkout is used, created and filled where need
 first: from constraints-ci.txt on a machine without a GPU, the newest that the driver runs elsewhere.
 Then the cu12 or cu13 extra follows torch's CUDA version, else the driver's, else cu13 (compile only).
 
+A .venv that something else made is never emptied unasked: MEGAMOE_VENV_CLEAR=1, or "y" on a terminal, allows it.
+One without pip, as uv makes it, is filled by uv, else by the pip of the ensurepip module.
+
 Standard library only. Requirements are read from pyproject.toml, so they are written once. Progress goes
 to stderr; stdout holds the interpreter's path alone.
 """
@@ -12,7 +15,6 @@ to stderr; stdout holds the interpreter's path alone.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -21,13 +23,29 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
+VENV = ROOT / ".venv"
+MADE_HERE = "made-by-setup-env"
+"""A file in a .venv that this script made, which it may make anew without asking."""
+CLEAR = "MEGAMOE_VENV_CLEAR"
 CONSTRAINTS = ROOT / "constraints-ci.txt"
 OLDEST_PYTHON = (3, 10)
 LAST_CU12_TORCH = "torch<2.11"  # from 2.11 on the default Linux wheels need a driver for CUDA 13
 PURPOSES = ("demo", "test", "lint")
+
+
+def _load_packages() -> ModuleType:
+    """megamoe/packages.py by itself: importing megamoe needs a newer Python than this script."""
+    spec = importlib.util.spec_from_file_location("megamoe_packages", ROOT / "megamoe" / "packages.py")
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
+packages = _load_packages()
+installed = packages.version
 
 
 def say(text: str) -> None:
@@ -44,25 +62,23 @@ def requirements(group: str) -> list[str]:
     return re.findall(r'"([^"]+)"', found.group(1))
 
 
-def installed(name: str) -> str | None:
-    """Version of an installed distribution, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def unmet(requirement: str) -> str | None:
-    """What is wrong with one "name==version" or "name>=version" here, or None."""
-    name, op, wanted = re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?(==|>=)([\w.]+)", requirement).groups()  # type: ignore[union-attr]
+    """What is wrong here with one requirement, as in "name>=1.2,<2" or "name[extra]==1.2", or None."""
+    found = re.fullmatch(r"([\w.-]+)(?:\[[\w,]+\])?([=<>].+)", requirement)
+    if found is None:
+        raise ValueError(f"requirement = {requirement!r}: must be a name, then clauses of ==, >= and <")
+    name, wanted = found.groups()
     have = installed(name)
     if have is None and name == "cuda-python":
         have = installed("cuda-bindings")  # cuda-python is a wrapper of it, and all that kernels use
     if have is None:
         return requirement
-    release = [[int(n) for n in re.findall(r"\d+", v.split("+")[0])] for v in (have, wanted)]
-    good = have.split("+")[0] == wanted if op == "==" else release[0] >= release[1]
-    return None if good else f"{requirement} (found {have})"
+    return None if packages.meets(have, wanted) else f"{requirement} (found {have})"
+
+
+def venv_python() -> Path:
+    """The interpreter of .venv, there or not."""
+    return VENV / "bin" / "python"
 
 
 def driver_cuda() -> int | None:
@@ -82,6 +98,14 @@ def driver_cuda() -> int | None:
         return None
     found = re.search(r"CUDA Version:\s*(\d+)\.(\d+)", out.stdout)
     return int(found[1]) * 1000 + int(found[2]) * 10 if out.returncode == 0 and found else None
+
+
+def driver_failure() -> int:
+    """cuInit's error; 0 when the driver starts and when there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuInit(0)
+    except (OSError, AttributeError):
+        return 0
 
 
 def torch_cuda() -> str | None:
@@ -130,6 +154,9 @@ def missing(purpose: str) -> list[str]:
         lacks.append(f"nvidia-cutlass-dsl-libs-{kind}")
     elif importlib.util.find_spec("cutlass") is None:
         lacks.append("an importable cutlass (from nvidia-cutlass-dsl)")
+    mixed = packages.mixed_parts()
+    if mixed:
+        lacks.append(f"parts of CuTeDSL of one release (found {mixed})")
     return lacks
 
 
@@ -160,21 +187,70 @@ def run(*command: str) -> None:
         raise SystemExit(f"setup: this failed: {' '.join(command)}\nsetup: it {hint}; see the output above")
 
 
-def install(purpose: str, clear: bool) -> None:
-    """Create .venv where needed and install what the purpose asks for."""
-    if clear or not VENV_PYTHON.exists():
-        run(base_python(), "-m", "venv", "--clear", str(ROOT / ".venv"))
-    quiet = () if sys.stderr.isatty() else ("-qq", "--progress-bar", "off")
-    pip = (str(VENV_PYTHON), "-m", "pip", "install", *quiet)
+def has_module(python: str, name: str) -> bool:
+    """Whether an interpreter finds a module."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
+    return subprocess.run([python, "-c", code], stdout=sys.stderr).returncode == 0
+
+
+def installer(python: str) -> tuple[str, ...]:
+    """The command, up to the requirements, that installs into an interpreter's environment: its pip's, or uv's."""
+    quiet = not sys.stderr.isatty()
+    if not has_module(python, "pip"):
+        uv = shutil.which("uv")
+        if uv:
+            return (uv, "pip", "install", "--python", python, *(["-q", "--no-progress"] if quiet else []))
+        if not has_module(python, "ensurepip"):
+            raise SystemExit(
+                f"setup: {python} has no pip, and neither uv nor the ensurepip module (Debian: python3-venv) is here.\n"
+                "setup: install uv, or remove .venv and run this again with a Python that has ensurepip"
+            )
+        run(python, "-m", "ensurepip")
+    return (python, "-m", "pip", "install", *(["-qq", "--progress-bar", "off"] if quiet else []))
+
+
+def may_clear(why: list[str]) -> bool:
+    """Whether .venv may be emptied: made by this script, allowed by the environment, or by "y" on a terminal."""
+    if (VENV / MADE_HERE).exists() or os.environ.get(CLEAR) == "1":
+        return True
+    say(f".venv is unfit: {', '.join(why)}. Something else made it, so it is not emptied unasked.")
+    if not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    print("setup: empty .venv and fill it anew? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def make_venv(unfit: list[str]) -> None:
+    """Create .venv, or make it anew where that is allowed; exit where it is not. unfit: what is wrong with it."""
+    if unfit and not may_clear(unfit):
+        raise SystemExit(
+            f"setup: remove .venv, or run again with {CLEAR}=1 in the environment, which empties it;\n"
+            "setup: or use another environment: make ... PYTHON=path/to/python"
+        )
+    run(base_python(), "-m", "venv", "--clear", str(VENV))
+    (VENV / MADE_HERE).write_text("tools/setup_env.py may empty this folder and fill it anew.\n")
+
+
+def install(purpose: str, unfit: list[str]) -> None:
+    """Create .venv where needed and install what the purpose asks for. unfit: why it has to be made anew."""
+    if not venv_python().exists() and VENV.exists() and any(VENV.iterdir()):
+        unfit = ["no interpreter at .venv/bin/python"]
+    if unfit or not venv_python().exists():
+        make_venv(unfit)
+    python = str(venv_python())
+    add = installer(python)
     if purpose == "lint":
-        run(*pip, "-c", str(CONSTRAINTS), "ruff")
+        run(*add, "-c", str(CONSTRAINTS), "ruff")
         return
     driver = driver_cuda()
+    failure = 0 if driver else driver_failure()
+    if failure:
+        say(f"cuInit gives error {failure} (make doctor names it); this machine is set up as one without a GPU")
     pins = () if driver else ("-c", str(CONSTRAINTS))
-    run(*pip, *pins, LAST_CU12_TORCH if driver and driver < 13000 else "torch")
+    run(*add, *pins, LAST_CU12_TORCH if driver and driver < 13000 else "torch")
     ask = f"import runpy; print(runpy.run_path({__file__!r})['torch_cuda']() or '')"
-    cuda = subprocess.run([str(VENV_PYTHON), "-c", ask], stdout=subprocess.PIPE, text=True).stdout.strip()
-    run(*pip, *pins, "-e", f"{ROOT}[{flavour(cuda or None, driver)},test]")
+    cuda = subprocess.run([python, "-c", ask], stdout=subprocess.PIPE, text=True).stdout.strip()
+    run(*add, *pins, "-e", f"{ROOT}[{flavour(cuda or None, driver)},test]")
 
 
 def main() -> int:
@@ -189,19 +265,20 @@ def main() -> int:
     if not lacks:
         print(sys.executable)
         return 0
-    there = VENV_PYTHON.exists()
+    there = venv_python().exists()
     if there:
-        lacks = lacks_of(str(VENV_PYTHON), purpose)
+        lacks = lacks_of(str(venv_python()), purpose)
     if not lacks:
         say("using .venv")
     else:
         say(f"{'.venv' if there else sys.executable} lacks {', '.join(lacks)}; installing into .venv")
-        install(purpose, clear=there and any(text.startswith("unfit:") for text in lacks))
-        lacks = lacks_of(str(VENV_PYTHON), purpose)
+        unfit = [text.removeprefix("unfit: ") for text in lacks if text.startswith("unfit:")]
+        install(purpose, unfit if there else [])
+        lacks = lacks_of(str(venv_python()), purpose)
         if lacks:
             raise SystemExit(f"setup: .venv still lacks {', '.join(lacks)}")
         say("ready; for other commands: source .venv/bin/activate")
-    print(VENV_PYTHON)
+    print(venv_python())
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import MissingDependency, WorldError
+from ..packages import install
 from .device import COMPUTE_CAPABILITY
 from .host import name_ranks
 
@@ -66,7 +67,7 @@ def _core() -> Any:
     except (ImportError, OSError) as error:
         major = (torch.version.cuda or "13").split(".")[0]
         raise MissingDependency(
-            f"several ranks need nvshmem4py ({error}): pip install -e '.[cu{major}]', the CUDA major of this torch"
+            f"several ranks need nvshmem4py ({error}): {install(f'cu{major}')}, the CUDA major of this torch"
         ) from error
     return core
 

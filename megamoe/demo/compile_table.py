@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 
 import torch
@@ -51,7 +50,6 @@ def compile_all(args: argparse.Namespace) -> bool:
 
     Raises MissingDependency.
     """
-    os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported
     from ..kernels.catalog import catalog, shared_bytes
     from ..kernels.report import ARCH, report
 

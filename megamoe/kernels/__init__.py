@@ -5,17 +5,18 @@ convert between (codes, scales) and row records; wire.py describes the layouts. 
 imports CuTeDSL; `import megamoe` alone does not.
 """
 
-import os
-
+from .. import packages
 from ..errors import MissingDependency
+from .environment import check_packages, set_arch
 
-os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # CuTeDSL reads it once, when it is imported
+check_packages()
+set_arch()
 
 try:
     import cutlass.cute  # noqa: F401
 except ImportError as error:
     raise MissingDependency(
-        "megamoe's kernels need CuTeDSL: pip install -e '.[cu13]' (or '.[cu12]', as torch.version.cuda says)"
+        f"megamoe's kernels need CuTeDSL ({error}): {packages.install('cu13')}, or cu12, as torch.version.cuda says"
     ) from error
 
 from .fc1 import fc1

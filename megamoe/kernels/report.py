@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from ..errors import MegaMoEError
 from . import build
+from .environment import ARCH
 
-ARCH = "sm_90a"
 _ENTRY = re.compile(r"Compiling entry function '(\S+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 # C75xx: WGMMAs serialised, or a wait injected between them; "setmaxnreg ignored ..."

@@ -438,7 +438,7 @@ def test_runtime_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_nvshmem_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "nvshmem.core", None)
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    with pytest.raises(errors.MissingDependency, match=r"pip install -e '\.\[cu12\]'"):
+    with pytest.raises(errors.MissingDependency, match=r'pip install -e "\.\[cu12\]"'):
         nvshmem_runtime._core()
 
 

@@ -60,7 +60,7 @@ def test_the_operator_is_the_layer(layers):
     torch.ops.megamoe.forward_out(*args, None, moe.handle, out=out)
     assert torch.equal(out, want)
     p = make_inputs(CFG, [64], "random", 0, DEVICE)
-    check(CFG, [want], oracle(CFG, moe.experts, p))
+    check(CFG, [want], oracle(CFG, moe.experts, p), p.ids)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

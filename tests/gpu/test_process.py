@@ -231,7 +231,7 @@ def test_inference_mode_inside_and_reset_outside():
     with pytest.raises(AbortedBadInput):
         moe.synchronize()
     moe.reset()
-    check(CFG, moe(p.xs, p.ids, p.weights), oracle(CFG, packs, p))
+    check(CFG, moe(p.xs, p.ids, p.weights), oracle(CFG, packs, p), p.ids)
     moe.synchronize(), moe.close(), world.close()
 
 
@@ -280,7 +280,7 @@ def test_reset_after_memory_lost_what_it_held(size, byte):
             got = moe(p.xs, p.ids, p.weights)
             moe.synchronize()
             assert all(torch.equal(a, b) for a, b in zip(got, want))
-        check(CFG, got, oracle(CFG, packs, p))
+        check(CFG, got, oracle(CFG, packs, p), p.ids)
 
 
 @pytest.mark.parametrize(("size", "works"), [(1, True), (2, False)])
@@ -311,7 +311,7 @@ def test_padding_rows_that_all_name_expert_0_fit_the_pool(size):
             ids.zero_()
         ys = moe(p.xs, p.ids, p.weights)
         moe.synchronize()
-        check(cfg, ys, oracle(cfg, packs, p))
+        check(cfg, ys, oracle(cfg, packs, p), p.ids)
 
 
 def preactivation_error(accum: str) -> float:
