@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from megamoe import layer
 from megamoe.comm import SingleWorld
+from megamoe.comm.ordering import StreamOrder
 from megamoe.config import Knobs, MoEConfig
 from megamoe.errors import ConfigError
 from megamoe.forward import RankForward
@@ -308,6 +310,9 @@ def test_one_forward_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return launch
 
     monkeypatch.setattr(trace, "launcher", launcher)
+    monkeypatch.setattr(layer, "choose_backend", lambda backend, world: "kernels")
+    for name in ("prepare", "enter", "leave"):
+        monkeypatch.setattr(StreamOrder, name, lambda *args: 0)
     monkeypatch.setattr(build, "stream_handle", lambda device: 0)
     monkeypatch.setattr(build, "on_device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 30, 140 << 30))
