@@ -98,12 +98,11 @@ def assert_same(name: str, got: object, want: object) -> None:
 @contextmanager
 def default_device(device: str) -> Iterator[None]:
     """torch.set_default_device, restored."""
-    before = torch.get_default_device()
     torch.set_default_device(device)
     try:
         yield
     finally:
-        torch.set_default_device(before)
+        torch.set_default_device(None)  # naming a device would leave a mode behind
 
 
 @contextmanager
