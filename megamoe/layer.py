@@ -319,7 +319,7 @@ class MegaMoE:
 
         For callers that time or delay kernels one by one: every rank must make all of them, in order. They
         go to the rank's own stream on a VirtualWorld, else to the current one. Inputs are those of a call
-        (of one rank); raises InputError.
+        (of one rank); raises InputError. What they launch is not ordered with forwards on other streams.
         """
         self._open()
         inputs = self._check(rank, x, topk_ids, topk_weights, out)

@@ -158,6 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--logs", type=Path, help="where the logs go; a temporary folder by default")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for a round (default: %(default)s)")
+    parser.add_argument("--round", type=int, help="run one round only, from 1 (default: all, one after the other)")
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
     if not gpus:
@@ -166,7 +167,12 @@ def main() -> int:
     logs = args.logs or Path(tempfile.mkdtemp(prefix="megamoe-tests-"))
     logs.mkdir(parents=True, exist_ok=True)
     results: dict[Group, tuple[int, str]] = {}
-    for groups in rounds(gpus):
+    chosen = rounds(gpus)
+    if args.round is not None:
+        if not 1 <= args.round <= len(chosen):
+            parser.error(f"--round {args.round}: must be from 1 to {len(chosen)} with {gpus} GPUs")
+        chosen = chosen[args.round - 1 : args.round]
+    for groups in chosen:
         results.update(run(groups, logs, args.limit_s))
         if any(text == NO_SUMMARY for _, text in results.values()):
             print("gpu_tests: a group did not end by itself; what would follow is left out", file=sys.stderr)

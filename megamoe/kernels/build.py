@@ -7,7 +7,9 @@ the address of a trace buffer after it when the spec asks for records (trace.py)
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
@@ -20,6 +22,7 @@ from cutlass.cute.runtime import make_fake_stream
 from ..errors import MegaMoEError
 
 OPTIONS = "--enable-tvm-ffi"
+_log = logging.getLogger(__name__)
 
 
 class DeviceKernel(Protocol):
@@ -59,7 +62,9 @@ def build(kernel: DeviceKernel) -> Callable[..., None]:
         if launch is None:
             if capturing():
                 raise MegaMoEError(f"{type(kernel).__name__} is not compiled yet: call warmup() before graph capture")
+            began = time.perf_counter()
             launch = _built[key] = compile_kernel(kernel)
+            _log.info("compiled %s in %.2f s: %s", type(kernel).__name__, time.perf_counter() - began, kernel.spec)
     return launch
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tools import gpu_tests
 
@@ -66,6 +67,22 @@ def test_rounds(gpus):
 def test_times_are_taken_on_a_gpu_of_its_own():
     alone = {arg for group in gpu_tests.ALONE for arg in group.args}
     assert {f"tests/gpu/test_{name}.py" for name in ("trace", "faults", "killed_rank")} <= alone
+
+
+def test_one_round_can_be_run_alone(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(gpu_tests, "run", lambda groups, logs, limit_s: ran.append(groups) or {})
+    for argv, want in (([], [1, 2]), (["--round", "2"], [2])):
+        ran.clear()
+        monkeypatch.setattr(sys, "argv", ["gpu_tests.py", *argv])
+        assert gpu_tests.main() == 0
+        assert ran == [gpu_tests.rounds(1)[number - 1] for number in want]
+    monkeypatch.setattr(sys, "argv", ["gpu_tests.py", "--round", "3"])
+    with pytest.raises(SystemExit):
+        gpu_tests.main()
+    assert "--round 3: must be from 1 to 2 with 1 GPUs" in capsys.readouterr().err
 
 
 STARTER = """

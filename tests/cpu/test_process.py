@@ -382,3 +382,14 @@ def test_the_log_tells_memory_and_warmup(caplog) -> None:
     assert all(record.name.startswith("megamoe") for record in caplog.records)
     assert "arena 0.1 MiB, pools" in text and "MoEConfig(hidden=128" in text
     assert "warmup of <MegaMoE layer 1" in text
+
+
+def test_the_log_tells_what_was_compiled(caplog) -> None:
+    from megamoe.kernels import build
+    from megamoe.kernels.reduce import Reduce, ReduceSpec
+
+    kernel = Reduce(ReduceSpec.from_config(CFG, 1))
+    with caplog.at_level(logging.INFO, "megamoe"):
+        build.build(kernel), build.build(kernel)
+    lines = [record.getMessage() for record in caplog.records if "compiled Reduce in " in record.getMessage()]
+    assert len(lines) == 1 and "ReduceSpec(hidden=128" in lines[0]
