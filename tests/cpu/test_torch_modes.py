@@ -97,13 +97,12 @@ def assert_same(name: str, got: object, want: object) -> None:
 
 @contextmanager
 def default_device(device: str) -> Iterator[None]:
-    """torch.set_default_device, restored."""
-    before = torch.get_default_device()
+    """torch.set_default_device, undone."""
     torch.set_default_device(device)
     try:
         yield
     finally:
-        torch.set_default_device(before)
+        torch.set_default_device(None)
 
 
 @contextmanager
@@ -191,3 +190,18 @@ def test_calibrate_and_the_oracle_switch_tf32_off(newer: bool, monkeypatch: pyte
         for backend, precision in zip(backends, before[1]):
             backend.fp32_precision = precision
         torch.set_float32_matmul_precision(before[0])
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_exact_products_switch_autocast_off_for_each_device(kind: str) -> None:
+    before = torch.is_autocast_enabled(kind)
+    torch.set_autocast_enabled(kind, True)
+    try:
+        with numerics.exact_matmul():
+            assert not torch.is_autocast_enabled(kind)
+        assert torch.is_autocast_enabled(kind)
+        with pytest.raises(RuntimeError, match="inside"), numerics.exact_matmul():
+            raise RuntimeError("inside")
+        assert torch.is_autocast_enabled(kind)
+    finally:
+        torch.set_autocast_enabled(kind, before)
