@@ -14,7 +14,7 @@ from megamoe.errors import InputError
 from megamoe.numerics import CanonicalExperts
 
 MANY = {"e4m3": 1e-2, "e5m2": 1.5e-2}
-NOISE = {"promoted": 3e-4, "single": 2.5e-3}
+NOISE = {"promoted": 3e-4, "single": 2.6e-3}
 
 
 def config(**fields) -> MoEConfig:
@@ -68,7 +68,7 @@ def test_one_flip_of_the_largest_code_on_two_live_routes() -> None:
         assert int(numerics.code_distance(codes, flipped.view(codes.dtype)).sum()) == 1
         errors.append(reference.relative_error(rows.y(flipped.view(codes.dtype), None), rows.y(codes, None)))
     assert max(errors) > 4e-2
-    assert max(errors) <= reference.layer_bound(cfg, 2) < 7e-2
+    assert max(errors) <= reference.layer_bound(cfg, 2) < 8.5e-2
 
 
 CASES = [mode for mode in supported_modes() if mode["route_weight"] == "output"]
@@ -78,7 +78,7 @@ CASES += [mode for mode in supported_modes() if mode["route_weight"] == "activat
 @pytest.mark.parametrize("tokens", [1, 8, 256])
 @pytest.mark.parametrize("mode", CASES, ids=lambda m: "-".join(map(str, m.values())))
 def test_imprecise_sums_stay_within_the_bound(mode: dict, tokens: int) -> None:
-    """FC1 as far off as README allows (single: half of that, which is as far as many routes in E5M2 allow)."""
+    """FC1 as far off as README allows (single: as far as layer_bound supposes in E5M2)."""
     cfg = config(**mode, clamp=None if tokens == 8 else 7.0)
     bound = reference.layer_bound(cfg, tokens * cfg.top_k)
     g = torch.Generator().manual_seed(tokens)
@@ -98,7 +98,7 @@ def test_it_is_zero_without_live_routes_and_falls_to_the_bound_of_many() -> None
     for mode in supported_modes():
         cfg = config(**mode)
         many = 3e-2 if cfg.accum == "single" else MANY[cfg.fp8]
-        bounds = [reference.layer_bound(cfg, live) for live in (1, 2, 4, 16, 64, 256, 512, 1024, 10**6)]
+        bounds = [reference.layer_bound(cfg, live) for live in (1, 2, 4, 16, 64, 256, 512, 2048, 10**6)]
         assert bounds == sorted(bounds, reverse=True) and bounds[-2:] == [many, many]
         assert bounds[0] < {"e4m3": 0.125, "e5m2": 0.25}[cfg.fp8]  # all codes one step off
         assert reference.layer_bound(cfg, 0) == 0.0
