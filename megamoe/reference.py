@@ -317,8 +317,9 @@ def layer_bound(cfg: MoEConfig, live: int) -> float:
     calls. Simulated flips on randn data stay at least 5 % below this in all but one of 1e5 calls.
 
     It holds for zero-mean data, different tokens, tokens and routing weights of like size, and static scales as
-    calibrate finds: a route whose weight is far below another's hardly counts as live. With accum="single" it supposes that FC1 is within
-    5e-3 (E4M3) or 2.6e-3 (E5M2, where more would pass `many`), which it is not on data of one sign (see MoEConfig).
+    calibrate finds: a route whose weight is far below another's hardly counts as live. With accum="single" it supposes
+    that FC1 is within 5e-3 (E4M3) or 2.6e-3 (E5M2, where more would pass `many`), which it is not on data of one sign
+    (see MoEConfig).
     Without live routes it is 0, because y is exactly 0.
     Raises InputError unless live is an int of at least 0.
     """
