@@ -63,6 +63,11 @@ def test_layouts(problem: tuple[MoEConfig, int]) -> None:
     assert local["send_start"].nbytes == (world_size + 1) * 4
 
 
+def test_a_pool_holds_every_route_of_tokens_that_name_one_expert_top_k_times() -> None:
+    cfg = MoEConfig(hidden=256, intermediate=256, num_experts=4, top_k=3, max_tokens=64)
+    assert wire.local_layout(cfg, 4)["pool_meta"].nbytes == 8 * 4 * 64 * 3  # one expert a rank
+
+
 def test_arena_does_not_grow_with_the_pool() -> None:
     small = MoEConfig(hidden=256, intermediate=256, num_experts=8, top_k=2, max_tokens=64, pool_rows=1)
     large = MoEConfig(hidden=256, intermediate=256, num_experts=8, top_k=2, max_tokens=64)
