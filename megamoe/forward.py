@@ -56,7 +56,7 @@ class Call(NamedTuple):
         )
 
 
-MOST_KEPT = 1024
+MOST_KEPT = 128
 """Pairs of T and stream whose launches a RankForward keeps."""
 
 EMPTY = Call(0, 0, 0, 0, 0, 0, 0, 0, False)

@@ -66,5 +66,7 @@ def check_inputs(
 
 
 def check_out(cfg: MoEConfig, device: torch.device, out: torch.Tensor, tokens: int) -> None:
-    """Check a caller's output tensor: bf16 [T, H], contiguous. Raises InputError."""
+    """Check a caller's output tensor: bf16 [T, H], contiguous, no part of an autograd graph. Raises InputError."""
+    if isinstance(out, torch.Tensor) and out.requires_grad and torch.is_grad_enabled():
+        raise InputError("out", "a tensor that requires grad", "one that does not, or used under torch.no_grad()")
     check_tensor("out", out, (torch.bfloat16,), (tokens, cfg.hidden), device, align=16)

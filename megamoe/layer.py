@@ -28,6 +28,13 @@ from .weights import ExpertWeights
 _log = logging.getLogger(__name__)
 
 
+def _written(out: torch.Tensor) -> torch.Tensor:
+    """out, which kernels are about to write: autograd must know that what it may have saved is gone."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
 class MegaMoE:
     """One MoE layer: y[t] = sum over k of topk_weights[t, k] * expert topk_ids[t, k] (x[t]).
 
@@ -46,7 +53,7 @@ class MegaMoE:
     handle: what torch.ops.megamoe takes for this layer, a CPU int64 tensor.
 
     Any thread may call it, on any CUDA stream: forwards of a workspace, replays of graphs that hold some included, run
-    one after the other, in the order of their launches.
+    one after the other, in the order of their launches. That order must be the same on every rank.
 
     Construction is collective and compares what must match; warmup() compiles and loads everything;
     calls then never compile, wait on the host or (with out=) allocate, and may be captured in a CUDA
@@ -99,6 +106,8 @@ class MegaMoE:
         self.handle = ops.register(self)
 
     def __repr__(self) -> str:
+        if not hasattr(self, "handle"):
+            return "<MegaMoE that was not made>"
         cfg, state = self.cfg, "closed" if self._closed else "warm" if self._warm else "not warmed up"
         shape = f"H {cfg.hidden}, I {cfg.intermediate}, E {cfg.num_experts}, top {cfg.top_k}, T <= {cfg.max_tokens}"
         how = "knobs by T" if self._knobs is None else repr(self._knobs)
@@ -106,8 +115,11 @@ class MegaMoE:
         mode = f"{cfg.fp8}, {cfg.scale} scales, {how}"
         return f"<MegaMoE layer {self.layer}: {shape}, {mode}, {state}, on {self.world!r}>"
 
-    def __deepcopy__(self, memo: dict) -> MegaMoE:
+    def __copy__(self) -> MegaMoE:
         return self  # weights and workspace are not copied; a copy of a model around it shares the layer
+
+    def __deepcopy__(self, memo: dict) -> MegaMoE:
+        return self
 
     def __reduce__(self) -> Any:
         raise MegaMoEError("a MegaMoE holds device memory of its world and cannot be pickled: make it anew")
@@ -196,10 +208,13 @@ class MegaMoE:
         Raises InputError before anything is launched (call again with good input to complete the
         round), MegaMoEAborted when an earlier forward aborted.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or ops.is_traced():
             return self._traced(x, topk_ids, topk_weights, out)
+        return self._eager(x, topk_ids, topk_weights, out)
+
+    def _eager(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
         y = self.run(x, topk_ids, topk_weights, out)
-        if torch.is_grad_enabled():
+        if ops.differentiates():
             return self._without_backward(x, topk_weights, y)
         return y
 
@@ -212,13 +227,14 @@ class MegaMoE:
         workspace, device = self._workspace, inputs.x.device
         with workspace.order.lock:
             self._get_ready()
-            y = self._new_output(inputs) if out is None else out
+            y = self._new_output(inputs) if out is None else _written(out)
+            forward, call = self._forward(0, inputs.tokens), Call.of(inputs, y)
             with build.on_device(device):
                 handle = workspace.order.enter(device)
                 workspace.enqueueing = True  # stays set when an exception (Ctrl-C) leaves a forward half enqueued
-                self._forward(0, inputs.tokens).launch(Call.of(inputs, y), handle)
-                workspace.enqueueing = False
+                forward.launch(call, handle)
                 workspace.order.leave()
+                workspace.enqueueing = False
         return y
 
     def _run_ranks(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
@@ -233,25 +249,37 @@ class MegaMoE:
             if not isinstance(value, (list, tuple)) or len(value) != len(ranks):
                 raise InputError(name, type(value).__name__, f"a list of {len(ranks)}, one a rank")
         inputs = [self._check(rank, *args) for rank, args in zip(ranks, zip(*lists.values()))]
+        given = [o.data_ptr() for o, i in zip(lists["out"], inputs) if o is not None and i.tokens]
+        if len(set(given)) < len(given):
+            raise InputError("out", "one tensor for several ranks", "a tensor of its own for each rank")
         with self._workspace.order.lock:
             self._get_ready()
-            ys = [self._new_output(i) if o is None else o for i, o in zip(inputs, lists["out"])]
-            if self._reference is not None:
+            ys = [self._new_output(i) if o is None else _written(o) for i, o in zip(inputs, lists["out"])]
+            if self.backend == "reference":
+                self.world.synchronize()  # a forward of a layer with kernels may be running on this workspace
                 self._reference(inputs, ys)
+                self.world.synchronize()
             else:
-                with build.on_device(self.world.device(0)):
-                    self._workspace.order.enter(self.world.device(0))
-                    self._workspace.enqueueing = True
-                    self._fork()
-                    for rank in ranks:
-                        self._launch(rank, inputs[rank], ys[rank], self.world.stream(rank).cuda_stream)
-                    self._join()
-                    self._workspace.enqueueing = False
-                    self._workspace.order.leave()
+                self._launch_ranks(inputs, ys)
         return ys if self._virtual else ys[0]
 
+    def _launch_ranks(self, inputs: list[Inputs], ys: list[torch.Tensor]) -> None:
+        """Enqueue the forwards of all virtual ranks."""
+        workspace, first = self._workspace, self.world.device(0)
+        ready = [(self._forward(r, i.tokens), Call.of(i, y), y.device) for r, (i, y) in enumerate(zip(inputs, ys))]
+        with build.on_device(first):
+            workspace.order.enter(first)
+            workspace.enqueueing = True
+            self._fork()
+            for rank, (forward, call, device) in enumerate(ready):
+                with build.on_device(device):
+                    forward.launch(call, self.world.stream(rank).cuda_stream)
+            self._join()
+            workspace.order.leave()
+            workspace.enqueueing = False
+
     def _traced(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
-        """The call inside torch.compile: an operator, or for the lists of a virtual world a break of the graph."""
+        """The call that a tracer sees: an operator, or for the lists of a virtual world a break of its graph."""
         if self._virtual:
             return self._untraced(x, topk_ids, topk_weights, out)
         codes, scales = x if isinstance(x, (tuple, list)) else (x, None)
@@ -262,7 +290,7 @@ class MegaMoE:
 
     @torch._disable_dynamo
     def _untraced(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
-        return self(x, topk_ids, topk_weights, out=out)
+        return self._eager(x, topk_ids, topk_weights, out)
 
     def _without_backward(self, x: Any, topk_weights: Any, y: Any) -> Any:
         """y; where an input requires grad, tied to it so that a backward pass raises."""
@@ -277,7 +305,8 @@ class MegaMoE:
         return ops.inference_only(y, inputs) if ops.wants_gradient(inputs) else y
 
     def _get_ready(self) -> None:
-        """What stands between checked inputs and the first launch."""
+        """What stands between checked inputs and the first launch. Another thread may have closed the layer."""
+        self._open()
         self._workspace.raise_if_unusable()
         if not self._warm:
             if self.world.kind == "nvshmem":  # it is collective, and a peer that did warm up would not join
@@ -298,11 +327,6 @@ class MegaMoE:
                 raise
             raise InputError(f"rank {rank}: {error.name}", error.value, error.allowed) from None
         return inputs
-
-    def _launch(self, index: int, inputs: Inputs, y: torch.Tensor, stream: int) -> None:
-        """Enqueue the forward of local rank `index` on a stream."""
-        with build.on_device(y.device):
-            self._forward(index, inputs.tokens).launch(Call.of(inputs, y), stream)
 
     def _forward(self, index: int, tokens: int) -> RankForward:
         """What local rank `index` launches for T = tokens."""

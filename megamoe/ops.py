@@ -14,12 +14,14 @@ keep the layer that it was recorded with, whatever `layer` says later. Captures 
 from __future__ import annotations
 
 import itertools
+import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .errors import InputError, MegaMoEError
 
@@ -31,9 +33,11 @@ _library.define(f"forward({_ARGS}) -> Tensor", tags=_TAGS)
 _library.define(f"forward_out({_ARGS}, *, Tensor(a!) out) -> ()", tags=_TAGS)
 _library.define("inference_only(Tensor grad, Tensor like) -> Tensor", tags=_TAGS)
 
+_NO_DERIVATIVE = "megamoe is for inference only: call layers under torch.no_grad(), no derivative passes through them"
+
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _at: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by the address of the handle's number
-_numbers = itertools.count(1)
+_numbers = itertools.count(secrets.randbits(62))  # so that a number of another process names no layer here
 
 
 def register(layer: object) -> Tensor:
@@ -53,9 +57,9 @@ def forget(handle: Tensor) -> None:
 
 def _find(handle: Tensor) -> Callable[..., Any]:
     """What runs the layer of a handle: f(x, topk_ids, topk_weights, out). Raises InputError or MegaMoEError."""
-    layer = _at.get(
-        handle.data_ptr()
-    )  # reading the number takes longer; a layer keeps its handle, so none is there twice
+    if not isinstance(handle, Tensor):
+        raise InputError("layer", handle, "MegaMoE.handle, a CPU int64 tensor without dimensions")
+    layer = _at.get(handle.data_ptr())  # faster than the number; a layer keeps its handle, so no other one is there
     if layer is not None:
         return layer.run
     if handle.device.type != "cpu" or handle.dtype is not torch.int64 or handle.ndim:
@@ -115,30 +119,65 @@ class _InferenceOnly(torch.autograd.Function):
     """Ties a result to the inputs that want gradients, so that a backward pass raises instead of dropping them."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, *wanted: Tensor) -> Tensor:
-        ctx.mark_dirty(y)
-        ctx.save_for_backward(*wanted)
+    def forward(y: Tensor, *wanted: Tensor) -> Tensor:
         return y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.mark_dirty(inputs[0])
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # An operator, because compilers trace a backward pass that the program may never run.
         return None, *(torch.ops.megamoe.inference_only(grad, like) for like in ctx.saved_tensors)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        raise MegaMoEError(_NO_DERIVATIVE)
+
+
+def _follows(t: Tensor | None) -> bool:
+    """Whether autograd follows a tensor now, backward or forward."""
+    if t is None:
+        return False
+    if t.requires_grad and torch.is_grad_enabled():
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None
+
 
 def inference_only(y: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
-    """y, the result of a forward of `inputs`; a backward pass through it raises MegaMoEError. Needs grad mode."""
-    return _InferenceOnly.apply(y, *(t for t in inputs if t is not None and t.requires_grad))
+    """y, the result of a forward of `inputs`; a derivative through it raises MegaMoEError.
+
+    Inside torch.func.grad and the like it raises at once: there the derivative is certain to follow.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise MegaMoEError(_NO_DERIVATIVE)
+    return _InferenceOnly.apply(y, *(t for t in inputs if _follows(t)))
+
+
+def differentiates() -> bool:
+    """Whether there can be anything that autograd follows."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
 def wants_gradient(inputs: Sequence[Tensor | None]) -> bool:
-    """Whether autograd would follow one of them now."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    """Whether autograd follows one of them now."""
+    return any(map(_follows, inputs))
+
+
+def is_traced() -> bool:
+    """Whether a mode, a torch.func transform or jit.trace watches operators: it would miss launches, which are none."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def _nothing_below(x: Tensor) -> bool:
     """Whether no tracer or mode waits below autograd: then its kernel calls ours, which saves half of the host time."""
-    return type(x) is Tensor and not torch._C._len_torch_dispatch_stack() and x.device.type in ("cuda", "cpu")
+    return type(x) is Tensor and not is_traced() and x.device.type in ("cuda", "cpu")
 
 
 def _autograd_forward(

@@ -16,7 +16,12 @@ COMPUTE_CAPABILITY = (9, 0)
 
 def resolve_device(device: torch.device | str | int | None = None) -> torch.device:
     """A device with an index; None is the current CUDA device. Raises MissingDependency without CUDA."""
-    resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    try:
+        if isinstance(device, bool):
+            raise TypeError("a bool is no index")
+        resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+    except (TypeError, RuntimeError) as error:
+        raise ArgumentError("device", device, "a CUDA device, such as 'cuda:1' or 1") from error
     if resolved.type not in ("cuda", "cpu"):
         raise ArgumentError("device", device, "a CUDA device")
     if resolved.type == "cpu":

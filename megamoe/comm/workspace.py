@@ -146,7 +146,9 @@ class Workspace:
     def record(self, rank: int) -> list[int] | None:
         """The record that an aborted forward left: wire.RECORD_FIELDS ints, or None. Never blocks."""
         self.world.require_open("workspace record")
-        words = self._words[rank]
+        words = self._words.get(rank)
+        if words is None:  # another thread is closing the world
+            raise WorldError("workspace record: its world is being closed")
         if words[wire.HOST_STATE] == 0:
             return None
         # Read after the state word: the device wrote the record before it.
@@ -246,7 +248,7 @@ class Workspace:
             self.world.synchronize()
             # Nobody writes before all have arrived idle: a forward in flight still touches its peers' arenas.
             found = [int(self.control(rank)[wire.EPOCH]) for rank in self.world.local_ranks]
-            epochs = [epoch if 0 <= epoch < MOST_FORWARDS else 0 for epoch in found]
+            epochs = [epoch if 0 <= epoch < MOST_FORWARDS - 2 else 0 for epoch in found]
             self.set_epoch(max(self.world.gather(epochs, "reset: epochs")) + 2)
             self.world.barrier("reset: flags set")
 

@@ -59,13 +59,15 @@ class World(ABC):
     """
 
     kind: str
+    _state = "opening"  # subclasses set "open" once everything stands
 
     def __init__(self, size: int, local_ranks: list[int], timeout_s: float) -> None:
         self.size, self.local_ranks, self.timeout_s = size, local_ranks, check_timeout(timeout_s)
         self._workspaces: dict[MoEConfig, Workspace] = {}
-        self._state = "opening"  # subclasses set "open" once everything stands
 
     def __repr__(self) -> str:
+        if self._state == "opening":
+            return f"<{self.kind} world that was not made>"
         ranks = "1 rank" if self.size == 1 else f"{self.size} ranks"
         if len(self.local_ranks) < self.size:
             ranks = f"rank {self.local_ranks[0]} of {self.size}"
@@ -170,13 +172,16 @@ class World(ABC):
         """Free everything and end the world. Collective, bounded; a second call does nothing."""
         if self._state != "open":
             return
-        self.synchronize()
-        self.barrier("close")
-        for workspace in self._workspaces.values():
-            workspace.free()
-        self._workspaces.clear()
-        self._shut_down()
-        self._state = "closed"
+        with contextlib.ExitStack() as forwards:  # of other threads: none is launched on memory that is given back
+            for workspace in self._workspaces.values():
+                forwards.enter_context(workspace.order.lock)
+            self.synchronize()
+            self.barrier("close")
+            for workspace in self._workspaces.values():
+                workspace.free()
+            self._workspaces.clear()
+            self._shut_down()
+            self._state = "closed"
 
     @abstractmethod
     def _shut_down(self) -> None:

@@ -7,7 +7,10 @@ import pickle
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 from megamoe import ConfigError, InputError, MegaMoE, MegaMoEError, MoEConfig, VirtualWorld, reference
@@ -200,6 +203,73 @@ def test_compiled_code_may_have_a_backward_that_nobody_runs(backend, layers) -> 
         y.float().sum().backward()
 
 
+def test_forward_mode_says_so_too(layers) -> None:
+    x, ids, weights = tokens(5)
+    for call in (CALLS["layer"], CALLS["operator"]):
+        with fwAD.dual_level(), pytest.raises(MegaMoEError, match="inference only"):
+            call(layers[0], fwAD.make_dual(x, torch.ones_like(x)), ids, weights, None)
+        with fwAD.dual_level():
+            assert torch.equal(call(layers[0], x, ids, weights, None), layers[0](x, ids, weights))
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if name.endswith("out")])
+def test_an_output_in_an_autograd_graph_is_refused(call, layers) -> None:
+    x, ids, weights = tokens(5)
+    leaf = torch.empty_like(x, requires_grad=True)
+    for out in (leaf, leaf * 2):
+        with pytest.raises(InputError, match="out = 'a tensor that requires grad'"):
+            CALLS[call](layers[0], x, ids, weights, out)
+        with torch.no_grad():
+            assert torch.equal(CALLS[call](layers[0], x, ids, weights, out), layers[0](x, ids, weights))
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if name.endswith("out")])
+def test_autograd_learns_that_an_output_was_overwritten(call, layers) -> None:
+    x, ids, weights = tokens(5)
+    out, scale = torch.ones_like(x), torch.ones_like(x, requires_grad=True)
+    product = (out * scale).sum()  # saved out
+    with torch.no_grad():
+        CALLS[call](layers[0], x, ids, weights, out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+# ---- other tracers -------------------------------------------------------------------------------
+
+TRACED = {
+    "layer": lambda moe, a, ids, w: moe(a, ids, w),
+    "operator": lambda moe, a, ids, w: forward(a, ids, w, None, moe.handle),
+}
+
+
+@pytest.mark.parametrize("call", TRACED.values(), ids=TRACED)
+def test_tracers_see_an_operator(call, layers) -> None:
+    moe, (x, ids, weights) = layers[0], tokens(5)
+    graph = make_fx(lambda a: call(moe, a, ids, weights) + 1)(x)
+    assert "megamoe.forward" in graph.code
+    other = torch.randn_like(x)
+    assert torch.equal(graph(other), moe(other, ids, weights) + 1)
+    traced = torch.jit.trace(lambda a: call(moe, a, ids, weights) + 1, x, check_trace=False)
+    assert torch.equal(traced(other), moe(other, ids, weights) + 1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        y = call(moe, x, ids, weights)
+    assert type(y).__name__ == "FakeTensor" and y.shape == x.shape and y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("call", TRACED.values(), ids=TRACED)
+def test_torch_func(call, layers) -> None:
+    moe, (x, ids, weights) = layers[0], tokens(5)
+    y = moe(x, ids, weights)
+    pure = torch.func.functionalize(lambda a: call(moe, a, ids, weights) * 2)
+    assert torch.equal(pure(x), y * 2)
+    gradient = torch.func.grad(lambda a: (a * call(moe, x, ids, weights)).sum().float())
+    assert torch.equal(gradient(torch.ones_like(x)), y)
+    with pytest.raises(MegaMoEError, match="inference only"):
+        torch.func.grad(lambda a: call(moe, a, ids, weights).sum().float())(x)
+    with pytest.raises(MegaMoEError, match="inference only"):
+        torch.func.jvp(lambda a: call(moe, a, ids, weights), (x,), (torch.ones_like(x),))
+
+
 # ---- handles -------------------------------------------------------------------------------------
 
 
@@ -209,7 +279,7 @@ def test_handles_name_open_layers_only(world) -> None:
     handle = moe.handle
     assert handle.device.type == "cpu" and handle.dtype == torch.int64 and handle.ndim == 0
     assert torch.equal(forward(*args, None, handle), forward(*args, None, handle.clone()))
-    for wrong in (handle.int(), handle[None].clone()):
+    for wrong in (handle.int(), handle[None].clone(), None):
         with pytest.raises(InputError, match=r"layer = .*handle"):
             forward(*args, None, wrong)
     with pytest.raises(MegaMoEError, match="layer 12345 is not an open layer"):
@@ -226,13 +296,34 @@ def test_handles_name_open_layers_only(world) -> None:
         forward(*args, None, number)
 
 
+def test_a_saved_program_does_not_find_another_processs_layer(layers, tmp_path) -> None:
+    import subprocess
+    import sys
+
+    torch.export.save(torch.export.export(Block(layers[1]), tokens(7)), tmp_path / "block.pt2")
+    again = torch.export.load(tmp_path / "block.pt2").module()
+    assert torch.equal(again(*tokens(7)), Block(layers[1])(*tokens(7)))
+    code = (
+        "import sys, torch\n"
+        "from tests.cpu.test_ops import *\n"
+        "with SingleWorld('cpu') as world:\n"
+        "    moe = [MegaMoE(CFG, make_weights(CFG, 1, seed, 'cpu')[0], world) for seed in range(3)]\n"
+        "    try:\n"
+        "        torch.export.load(sys.argv[1]).module()(*tokens(7))\n"
+        "    except MegaMoEError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "block.pt2"], capture_output=True, text=True)
+    assert "is not an open layer of this process" in done.stdout, done.stderr
+
+
 def test_the_module_keeps_weights_to_itself(layers) -> None:
     block = Block(layers[2])
     assert list(block.state_dict()) == ["norm.weight"]
     assert not list(block.experts.parameters()) and not list(block.experts.buffers())
     assert "MegaMoE layer 3: H 128" in repr(block)
     twin = copy.deepcopy(block)
-    assert twin.experts.moe is layers[2]
+    assert twin.experts.moe is layers[2] is copy.copy(layers[2])
     assert torch.equal(twin(*tokens(3)), block(*tokens(3)))
     with pytest.raises(MegaMoEError, match="pickle"):
         pickle.dumps(block)

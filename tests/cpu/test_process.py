@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ import torch
 from megamoe import (
     AbortedBadInput,
     AbortedPoolOverflow,
+    ArgumentError,
     ConfigError,
+    InputError,
     Knobs,
     MegaMoE,
     MegaMoEError,
@@ -155,7 +158,7 @@ def test_a_layer_cannot_be_made_of_fake_memory() -> None:
 # ---- memory that lost what it held ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("byte", [0xFF, 0x7F, 0x5A, 0])
+@pytest.mark.parametrize("byte", [0xFF, 0x7F, 0x5A, 0x3F, 0])
 def test_reset_restores_what_lost_memory_held(byte) -> None:
     with VirtualWorld(2, devices=["cpu"]) as w, layer_on(w) as moe:
         p = make_inputs(CFG, [9, 30], "random", 0, "cpu")
@@ -181,6 +184,13 @@ def test_reset_restores_what_lost_memory_held(byte) -> None:
             for name in ("send_counts", "send_cursors", "tickets"):
                 assert not workspace._bytes(rank, name).any()
         assert all(torch.equal(a, b) for a, b in zip(moe(p.xs, p.ids, p.weights), want))
+
+
+def test_a_last_possible_epoch_is_not_continued() -> None:
+    with SingleWorld("cpu") as w, layer_on(w) as moe:
+        moe._workspace.control(0)[wire.EPOCH] = (1 << 62) - 1
+        moe.reset()
+        moe.synchronize()
 
 
 def test_a_record_of_garbage_asks_for_a_reset() -> None:
@@ -217,10 +227,10 @@ def moe_epoch(moe: MegaMoE) -> int:
 
 
 class FakeStream:
-    """A CUDA stream that notes what waits for what."""
+    """A CUDA stream that notes what waits for what. foreign: not made by torch, so that its id is its handle."""
 
-    def __init__(self, handle: int, log: list) -> None:
-        self.cuda_stream, self.log, self.capture = handle, log, 0
+    def __init__(self, handle: int, log: list, foreign: bool = False) -> None:
+        self.cuda_stream, self.stream_id, self.log, self.capture = handle, handle if foreign else 3, log, 0
 
     def record_event(self) -> str:
         return f"end of {self.cuda_stream}"
@@ -233,7 +243,9 @@ class FakeEvent:
     cuda_event = 1
 
     def record(self, stream: FakeStream) -> None:
+        assert stream is not None
         self.stream = stream
+        stream.log.append(f"record {stream.cuda_stream}")
 
     def __str__(self) -> str:
         return f"recorded on {self.stream.cuda_stream}"
@@ -247,11 +259,18 @@ class Streams:
         self.calls: list[tuple] = []
         self.nodes = 0
         monkeypatch.setattr(ordering, "_current_handle", lambda index: self.now.cuda_stream)
+        monkeypatch.setattr(ordering, "_is_capturing", lambda: bool(self.now.capture))
         monkeypatch.setattr(ordering, "_capture_info", self.capture_info)
         monkeypatch.setattr(ordering, "_call", self.call)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(self.now.capture))
+        monkeypatch.setattr(torch.cuda, "stream", self.switched)
         monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+
+    @contextmanager
+    def switched(self, stream: FakeStream):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
 
     def capture_info(self, stream: FakeStream) -> tuple:
         return stream.capture, f"graph {stream.capture}", (9, self.nodes)  # node 9 is never the last
@@ -279,7 +298,33 @@ def test_a_change_of_streams_is_a_dependency(monkeypatch) -> None:
     a, b = FakeStream(1001, log), FakeStream(1002, log)
     for stream in (a, a, b, b, a):
         streams.forward(order, stream)
-    assert log == [(1001, "recorded on 0"), (1002, "recorded on 1001"), (1001, "recorded on 1002")]
+    first = [(1001, "recorded on 0"), "record 1001", (1002, "recorded on 1001")]
+    assert log == [*first, "record 1002", (1001, "recorded on 1002")]  # nothing where the stream is the same
+
+
+def test_streams_that_may_be_destroyed_leave_an_event(monkeypatch) -> None:
+    streams, log = Streams(monkeypatch), []
+    order = streams.order()
+    own, foreign = FakeStream(1001, log), FakeStream(2002, log, foreign=True)
+    streams.forward(order, foreign)
+    assert log == [(2002, "recorded on 0"), "record 2002"]
+    foreign.log = None  # as destroyed
+    streams.forward(order, own)
+    assert log[2:] == [(1001, "recorded on 2002"), "record 1001"]
+
+
+def test_a_stream_under_capture_elsewhere_cannot_be_waited_for(monkeypatch) -> None:
+    streams, log = Streams(monkeypatch), []
+    order = streams.order()
+    first, other = FakeStream(1001, log), FakeStream(1002, log)
+    streams.forward(order, first)
+    first.capture = 5
+    for _ in range(2):  # a refused forward changes nothing
+        with pytest.raises(MegaMoEError, match="captured in a graph by another thread"):
+            streams.forward(order, other)
+    first.capture = 0
+    streams.forward(order, other)
+    assert log[1:] == ["record 1001", (1002, "recorded on 1001")]
 
 
 def test_graphs_wait_for_the_event_and_record_it_after_their_last_forward(monkeypatch) -> None:
@@ -292,7 +337,7 @@ def test_graphs_wait_for_the_event_and_record_it_after_their_last_forward(monkey
     log.clear()
     for stream in (one, one, two, other):
         streams.forward(order, stream)
-    assert log == [(1003, "end of 1002")]  # an edge within the capture; none to what ran or was captured before
+    assert log == ["record 1001", (1003, "end of 1002")]  # the last eager one, then an edge within the capture
     waits = [(int(c[1]), c[3].name) for c in streams.calls if c[0] == "cuStreamWaitEvent"]
     assert waits == [(1002, "CU_EVENT_WAIT_EXTERNAL"), (1004, "CU_EVENT_WAIT_EXTERNAL")]
     changes = [c[:3] if "Node" in c[0] else (*c[:4], c[5]) for c in streams.calls if c[0] != "cuStreamWaitEvent"]
@@ -306,7 +351,29 @@ def test_graphs_wait_for_the_event_and_record_it_after_their_last_forward(monkey
     ]
     log.clear()
     streams.forward(order, eager)  # on the stream of the eager forward before: a replay may have come in between
-    assert log == [(1001, "recorded on 1001")]
+    assert log == [(1001, "recorded on 1001"), "record 1001"]
+    for number in range(20, 60):
+        other.capture = number
+        streams.forward(order, other)
+    assert len(order._captures) <= ordering.MOST_CAPTURES
+
+
+def test_a_capture_that_cannot_wait_is_not_taken_for_one_that_does(monkeypatch) -> None:
+    streams = Streams(monkeypatch)
+    order = streams.order()
+    stream = FakeStream(1002, [])
+    stream.capture = 7
+
+    def refuse(name: str, *args: object) -> tuple:
+        raise MegaMoEError(name)
+
+    for _ in range(2):
+        monkeypatch.setattr(ordering, "_call", refuse)
+        with pytest.raises(MegaMoEError, match="cuStreamWaitEvent"):
+            streams.forward(order, stream)
+    monkeypatch.setattr(ordering, "_call", streams.call)
+    streams.forward(order, stream)
+    assert streams.calls[0][0] == "cuStreamWaitEvent"
 
 
 def test_what_the_driver_refuses_is_named(monkeypatch) -> None:
@@ -342,6 +409,37 @@ def test_threads_wait_for_each_others_launches(monkeypatch) -> None:
         moe.close()
 
 
+@pytest.mark.parametrize("end", ["layer", "world"])
+def test_closing_beside_a_call_is_named_and_harms_no_other_layer(end, monkeypatch) -> None:
+    """The call is past its checks when another thread closes the layer or the world."""
+    w = SingleWorld("cpu")
+    moe, other = layer_on(w), layer_on(w, seed=1)
+    moe.warmup(), other.warmup()
+    p = make_inputs(CFG, [3], "random", 0, "cpu")
+    checked = moe._check
+
+    def slow(*args):
+        found = checked(*args)
+        thread = threading.Thread(target=moe.close if end == "layer" else w.close)
+        thread.start(), thread.join()
+        return found
+
+    monkeypatch.setattr(moe, "_check", slow)
+    with pytest.raises(MegaMoEError, match="closed"):
+        moe(p.xs[0], p.ids[0], p.weights[0])
+    if end == "layer":
+        assert torch.equal(other(p.xs[0], p.ids[0], p.weights[0]), oracle(other, p)[0])
+    other.close(), w.close()
+
+
+def test_one_output_for_two_ranks_is_refused() -> None:
+    with VirtualWorld(2, devices=["cpu"]) as w, layer_on(w) as moe:
+        p = make_inputs(CFG, [3, 3], "random", 0, "cpu")
+        out = torch.empty_like(p.xs[0])
+        with pytest.raises(InputError, match="one tensor for several ranks"):
+            moe(p.xs, p.ids, p.weights, out=[out, out])
+
+
 @pytest.mark.parametrize(("value", "ranks", "refused"), [("1", 2, True), ("1", 1, False), ("0", 2, False)])
 def test_blocking_launches_refuse_several_virtual_ranks(value, ranks, refused, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
@@ -371,6 +469,17 @@ def test_reprs_say_what_it_is() -> None:
         moe.close()
         assert ", closed, " in repr(moe)
     assert repr(w).startswith("<closed virtual world")
+
+
+def test_reprs_of_what_was_not_made() -> None:
+    assert repr(MegaMoE.__new__(MegaMoE)) == "<MegaMoE that was not made>"
+    assert repr(SingleWorld.__new__(SingleWorld)) == "<single world that was not made>"
+
+
+@pytest.mark.parametrize("device", [True, "bogus", object(), "meta"])
+def test_devices_are_refused_by_name(device) -> None:
+    with pytest.raises(ArgumentError, match="device = "):
+        SingleWorld(device)
 
 
 def test_the_log_tells_memory_and_warmup(caplog) -> None:

@@ -9,7 +9,6 @@ import torch
 from megamoe import MegaMoE, MoEConfig, VirtualWorld, reference
 from megamoe.comm import SingleWorld
 from megamoe.forward import STAGES
-from megamoe.inputs import check_inputs
 from tests.problems import Problem, make_inputs, make_weights
 
 DEVICE = "cuda"
@@ -57,8 +56,8 @@ def run_and_check(cfg: MoEConfig, moe: MegaMoE, packs, tokens: list[int], kind: 
 
 def launch_one(moe: MegaMoE, p: Problem, outs: list[torch.Tensor], rank: int) -> None:
     """Enqueue the forward of one virtual rank on its stream."""
-    inputs = check_inputs(moe.cfg, moe.world.device(rank), p.xs[rank], p.ids[rank], p.weights[rank])
-    moe._launch(rank, inputs, outs[rank], moe.world.stream(rank).cuda_stream)
+    for step in moe.steps(rank, p.xs[rank], p.ids[rank], p.weights[rank], outs[rank]):
+        step()
 
 
 def launch_held(moe: MegaMoE, p: Problem, outs: list[torch.Tensor], late: int, kernel: str, cycles: int) -> None:

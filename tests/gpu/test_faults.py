@@ -298,7 +298,7 @@ def test_an_interrupted_launch_asks_for_a_reset(monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(forward, "_exchange", interrupted)
+            patch.setattr(forward, "_reduce", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 moe(p.xs[0], p.ids[0], p.weights[0])
         with pytest.raises(MegaMoEError, match="reset"):
