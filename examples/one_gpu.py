@@ -14,7 +14,7 @@ topk_weights, topk_ids = torch.rand(300, 64, device="cuda").topk(8)
 with megamoe.world() as world:
     experts = megamoe.ExpertWeights.from_bf16(cfg, w13, w2)
     with megamoe.MegaMoE(cfg, experts, world) as moe:
-        moe.warmup()  # compiles every kernel; a forward never does
+        moe.warmup()  # compiles every kernel; forwards then never do
         y = moe(x, topk_ids, topk_weights)  # bf16 [300, 2048]
         moe.synchronize()  # raises if the forward aborted; check() does the same without waiting
 

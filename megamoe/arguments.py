@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from .comm.world import World
@@ -25,7 +26,9 @@ def check_layer(cfg: MoEConfig, packs: list[ExpertWeights], world: World, knobs:
     local = cfg.experts_local(world.size)
     for rank, pack in zip(world.local_ranks, packs):
         if pack.cfg != cfg:
-            raise ConfigError("experts.cfg", pack.cfg, f"equal to cfg ({cfg})")
+            of_pack, of_layer = ({f.name: getattr(c, f.name) for f in fields(cfg)} for c in (pack.cfg, cfg))
+            other = {name: value for name, value in of_pack.items() if value != of_layer[name]}
+            raise ConfigError("experts.cfg", other, f"as in cfg ({ ({name: of_layer[name] for name in other}) })")
         if pack.experts_local != local:
             raise ConfigError("experts", f"{pack.experts_local} experts", f"num_experts / W = {local}")
         if pack.device != world.device(rank):

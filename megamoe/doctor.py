@@ -20,7 +20,7 @@ from types import ModuleType
 from . import packages
 from .packages import install, version
 
-KERNELS = "compiling and running kernels; the torch reference works"
+KERNELS = "compiling and running kernels, and MegaMoE; megamoe.reference works"
 RUNNING = "running kernels; they compile for sm_90a here"
 SEVERAL = "several processes, one a GPU; one GPU and virtual ranks work"
 

@@ -49,10 +49,15 @@ class Call(NamedTuple):
         """The call for checked inputs and an output tensor."""
         x, scales, ids, weights, tokens = inputs
         return cls(
-            *(x.data_ptr(), 0 if scales is None else scales.data_ptr()),
-            *(ids.data_ptr(), int(ids.dtype is torch.int64)),
-            *(weights.data_ptr(), int(weights.dtype is torch.bfloat16)),
-            *(tokens, y.data_ptr(), inputs.prequantized),
+            x.data_ptr(),
+            0 if scales is None else scales.data_ptr(),
+            ids.data_ptr(),
+            1 if ids.dtype is torch.int64 else 0,
+            weights.data_ptr(),
+            1 if weights.dtype is torch.bfloat16 else 0,
+            tokens,
+            y.data_ptr(),
+            x.dtype is not torch.bfloat16,
         )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import numerics
 from .config import BLOCK, MoEConfig
 from .errors import InputError
-from .tensors import check_tensor, check_type
+from .tensors import all_readable, check_tensor, check_type
 
 Activations = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -27,6 +27,27 @@ class Inputs(NamedTuple):
     def prequantized(self) -> bool:
         """Whether x holds FP8 codes."""
         return self.x.dtype is not torch.bfloat16
+
+
+_IDS, _WEIGHTS = (torch.int32, torch.int64), (torch.float32, torch.bfloat16)
+_BF16 = torch.bfloat16
+
+
+def quick_inputs(cfg: MoEConfig, device: torch.device, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
+    """The Inputs of good bf16 arguments, or None of others, which check_inputs and check_out judge. Saves host time."""
+    tensors = (x, topk_ids, topk_weights) if out is None else (x, topk_ids, topk_weights, out)
+    if not all_readable(tensors, device):
+        return None
+    shape = x.shape
+    if len(shape) != 2 or shape[1] != cfg.hidden or x.dtype is not _BF16 or x.data_ptr() % 16:
+        return None
+    tokens = shape[0]
+    routes = (tokens, cfg.top_k)
+    good = tokens <= cfg.max_tokens and topk_ids.shape == routes and topk_weights.shape == routes
+    good = good and topk_ids.dtype in _IDS and topk_weights.dtype in _WEIGHTS
+    if out is not None:
+        good = good and out.shape == shape and out.dtype is _BF16 and not out.data_ptr() % 16 and not out.requires_grad
+    return Inputs(x, None, topk_ids, topk_weights, tokens) if good else None
 
 
 def check_inputs(
@@ -57,11 +78,13 @@ def check_inputs(
         dtypes = (torch.bfloat16, fp8)
     else:
         dtypes = (torch.bfloat16,)
+        if x.dtype is fp8:
+            raise InputError("x.dtype", x.dtype, "torch.bfloat16, or (codes, scales) with scale='block'")
     check_tensor("x", x, dtypes, (tokens, cfg.hidden), device, align=16)
     if scales is not None:
         check_tensor("x scales", scales, (torch.float32,), (tokens, cfg.hidden // BLOCK), device)
-    check_tensor("topk_ids", topk_ids, (torch.int32, torch.int64), (tokens, cfg.top_k), device)
-    check_tensor("topk_weights", topk_weights, (torch.float32, torch.bfloat16), (tokens, cfg.top_k), device)
+    check_tensor("topk_ids", topk_ids, _IDS, (tokens, cfg.top_k), device)
+    check_tensor("topk_weights", topk_weights, _WEIGHTS, (tokens, cfg.top_k), device)
     return Inputs(x, scales, topk_ids, topk_weights, tokens)
 
 

@@ -17,7 +17,7 @@ from .comm.world import World
 from .config import Knobs, MoEConfig
 from .errors import ConfigError, InputError, MegaMoEError
 from .forward import Call, RankForward
-from .inputs import Activations, Inputs, check_inputs, check_out
+from .inputs import Activations, Inputs, check_inputs, check_out, quick_inputs
 from .kernels import build
 from .kernels.faults import NO_FAULTS, Faults
 from .reference_backend import ReferenceForward
@@ -318,6 +318,9 @@ class MegaMoE:
 
     def _check(self, rank: int, x: Activations, ids: torch.Tensor, weights: torch.Tensor, out: Any) -> Inputs:
         device = self.world.device(rank)
+        inputs = quick_inputs(self.cfg, device, x, ids, weights, out)
+        if inputs is not None:
+            return inputs
         try:
             inputs = check_inputs(self.cfg, device, x, ids, weights)
             if out is not None:
@@ -375,6 +378,7 @@ class MegaMoE:
 
         Known is what a forward of this rank has seen at its end; synchronize() also asks the device.
         """
+        self._open()
         self._workspace.raise_if_unusable()
 
     def synchronize(self) -> None:

@@ -67,7 +67,7 @@ def _find(handle: Tensor) -> Callable[..., Any]:
         raise InputError("layer", found, "MegaMoE.handle, a CPU int64 tensor without dimensions")
     layer = _layers.get(handle.item())
     if layer is None:
-        raise MegaMoEError(f"layer {handle.item()} is not an open layer of this process")
+        raise MegaMoEError(f"layer {handle.item()} is closed, or of another process")
     return layer.run
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -77,8 +79,6 @@ def check_tensor(
     dtypes: the allowed ones. shape: sizes, None for any. device: where it must lie, None for any CUDA device.
     align: bytes of which the address must be a multiple; the element size by default.
     """
-    if type(value) in _PLAIN and value.device == device and _readable(value, dtypes, shape, align):
-        return  # the path of every forward; what follows finds out what is wrong
     check_type(name, value)
     assert isinstance(value, Tensor)
     if value.dtype not in dtypes:
@@ -95,18 +95,19 @@ def check_tensor(
     check_memory(name, value, align or value.element_size())
 
 
-def _readable(value: Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], align: int | None) -> bool:
-    """Whether a plain tensor passes every check, in few calls. An empty one has no address, so it is left to them."""
+def all_readable(tensors: Sequence[object], device: torch.device) -> bool:
+    """Whether all are plain tensors on `device`, contiguous and in memory, in few calls: the path of every forward.
+
+    False may also be said of good ones (empty tensors have no address, parameters are a subclass): check_tensor knows.
+    """
     try:
-        address, size = value.data_ptr(), value.element_size()
+        for t in tensors:
+            if type(t) is not Tensor or t.device != device or not t.data_ptr() or not t.is_contiguous() or t.is_neg():
+                return False
+            offset = t.storage_offset()
+            need = t.nbytes + offset * t.element_size() if offset else t.nbytes
+            if t.untyped_storage().nbytes() < need:
+                return False
     except RuntimeError:  # no storage: sparse, or inside a torch.func transform
         return False
-    return (
-        address != 0
-        and address % (align or size) == 0
-        and value.dtype in dtypes
-        and value.shape == shape
-        and value.is_contiguous()
-        and not value.is_neg()
-        and value.untyped_storage().nbytes() >= (value.storage_offset() + value.numel()) * size
-    )
+    return True

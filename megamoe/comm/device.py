@@ -28,7 +28,7 @@ def resolve_device(device: torch.device | str | int | None = None) -> torch.devi
         return resolved
     if not torch.cuda.is_available():
         why = "this torch has no CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
-        instead = "without a GPU, python -m megamoe demo runs the reference and compiles the kernels"
+        instead = "device='cpu' computes with the oracle, python -m megamoe demo compiles the kernels"
         raise MissingDependency(f"megamoe needs a Hopper GPU (compute capability 9.0): {why}; {instead}")
     index = torch.cuda.current_device() if resolved.index is None else resolved.index
     if not 0 <= index < torch.cuda.device_count():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..config import BLOCK, MoEConfig
+from ..errors import ConfigError
 from ..wire import ALIGN, arena_layout, local_layout
 from .device import require_real
 
@@ -68,6 +69,8 @@ def memory_estimate(cfg: MoEConfig, world_size: int = 1) -> MemoryEstimate:
 
     Raises ConfigError when the config does not fit world_size.
     """
+    if not isinstance(cfg, MoEConfig):
+        raise ConfigError("cfg", cfg, "a MoEConfig")
     arena, local = arena_layout(cfg, world_size), local_layout(cfg, world_size)
     sizes = {region.name: region.nbytes for layout in (arena, local) for region in layout.values()}
     weights = layer_weight_bytes(cfg, world_size)

@@ -225,7 +225,7 @@ def world(
     group: the expert-parallel group, not necessarily WORLD; None is the default group, or a single rank
     when torch.distributed is not initialised. Collective over the group's ranks only.
     timeout_s: bounds every collective call (seconds). device: None is the current CUDA device, or
-    LOCAL_RANK's if none was set.
+    LOCAL_RANK's if none was set; "cpu" for a single rank whose layers the oracle computes.
 
     Raises WorldError with the reason when the ranks cannot form a world (another node, a shared GPU, no
     peer access, not Hopper, a rank that does not come), ConfigError above 8 ranks, MissingDependency
@@ -235,6 +235,8 @@ def world(
     ready = dist.is_available() and dist.is_initialized()
     if group is not None and not ready:
         raise ArgumentError("group", group, "None unless torch.distributed is initialised")
+    if group not in (None, dist.GroupMember.NON_GROUP_MEMBER) and not isinstance(group, dist.ProcessGroup):
+        raise ArgumentError("group", group, "None or a torch.distributed process group")
     size = dist.get_world_size(group) if ready else 1
     if size < 1:
         raise WorldError("this process is not a member of the group given to world()")

@@ -16,7 +16,7 @@ try:
     import cutlass.cute  # noqa: F401
 except ImportError as error:
     raise MissingDependency(
-        f"megamoe's kernels need CuTeDSL ({error}): {packages.install('cu13')}, or cu12, as torch.version.cuda says"
+        f"megamoe's kernels need CuTeDSL ({error}): {packages.install('cu13')}, or cu12 where torch.version.cuda is 12"
     ) from error
 
 from .fc1 import fc1

@@ -482,6 +482,21 @@ def test_devices_are_refused_by_name(device) -> None:
         SingleWorld(device)
 
 
+def test_errors_name_the_argument() -> None:
+    with pytest.raises(ConfigError, match="cfg = 8: must be a MoEConfig"):
+        memory_estimate(8, CFG)
+    other = MoEConfig(**{**vars(CFG), "max_tokens": 65})
+    with SingleWorld("cpu") as w, pytest.raises(ConfigError) as caught:
+        MegaMoE(other, make_weights(CFG, 1, 0, "cpu")[0], w)
+    assert str(caught.value) == "experts.cfg = {'max_tokens': 64}: must be as in cfg ({'max_tokens': 65})"
+    with SingleWorld("cpu") as w, layer_on(w) as moe:
+        p = make_inputs(CFG, [3], "random", 0, "cpu")
+        with pytest.raises(InputError, match=r"x\.dtype = .*e4m3fn: must be .*bfloat16, or \(codes, scales\)"):
+            moe(reference.stage(CFG, p.xs[0])[0], p.ids[0], p.weights[0])
+    with pytest.raises(MegaMoEError, match="closed"):
+        moe.check()
+
+
 def test_the_log_tells_memory_and_warmup(caplog) -> None:
     with caplog.at_level(logging.DEBUG, "megamoe"), SingleWorld("cpu") as w:
         moe = layer_on(w)

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from megamoe import InputError, MoEConfig
-from megamoe.inputs import check_inputs, check_out
+from megamoe.inputs import check_inputs, check_out, quick_inputs
 from megamoe.kernels import rows
 from megamoe.tensors import check_tensor
 
@@ -92,8 +92,10 @@ def given(tokens: int = 4) -> dict[str, torch.Tensor]:
 
 def check(args: dict[str, torch.Tensor]) -> None:
     """What a forward checks."""
+    quick = quick_inputs(CFG, CPU, args["x"], args["topk_ids"], args["topk_weights"], args["out"])
     found = check_inputs(CFG, CPU, args["x"], args["topk_ids"], args["topk_weights"])
     check_out(CFG, CPU, args["out"], found.tokens)
+    assert quick is None or (all(a is b for a, b in zip(quick[:4], found[:4])) and quick.tokens == found.tokens)
 
 
 @pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "out"])
@@ -103,6 +105,7 @@ def test_a_forward_names_what_it_cannot_read(kind: str, name: str) -> None:
     check(args)
     spoil, text = SPOILED[kind]
     args[name] = spoil(args[name])
+    assert quick_inputs(CFG, CPU, args["x"], args["topk_ids"], args["topk_weights"], args["out"]) is None
     with pytest.raises(InputError, match=text) as caught:
         check(args)
     assert caught.value.name.split(".")[0] == name
@@ -141,6 +144,42 @@ def test_codes_and_scales_are_checked_like_x(kind: str) -> None:
         with pytest.raises(InputError) as caught:
             check({**args, "x": x})
         assert caught.value.name.split(".")[0] == name
+
+
+WRONG = {
+    "x": [
+        lambda t: t.float(),
+        lambda t: t[:, :64].contiguous(),
+        lambda t: t[None],
+        lambda t: t.repeat(3, 1),
+        lambda t: t[0],
+    ],
+    "topk_ids": [
+        lambda t: t.short(),
+        lambda t: t[:3],
+        lambda t: t[:, :1].contiguous(),
+        lambda t: t.t().contiguous().t(),
+    ],
+    "topk_weights": [lambda t: t.double(), lambda t: t[:3], lambda t: t.half()],
+    "out": [lambda t: t.float(), lambda t: t[:3], lambda t: t.t().contiguous().t(), lambda t: t.requires_grad_()],
+}
+"""What the shortcut must leave to the checks: other dtypes, shapes, strides, too many tokens, autograd."""
+
+
+@pytest.mark.parametrize("name,number", [(name, i) for name, spoils in WRONG.items() for i in range(len(spoils))])
+def test_the_shortcut_of_good_arguments_passes_no_others(name: str, number: int) -> None:
+    args = given()
+    assert quick_inputs(CFG, CPU, *args.values()) is not None
+    args[name] = WRONG[name][number](args[name])
+    assert quick_inputs(CFG, CPU, *args.values()) is None
+    with pytest.raises(InputError):
+        check(args)
+
+
+def test_the_shortcut_minds_alignment() -> None:
+    args, flat = given(), torch.zeros(4 * 128 + 1, dtype=torch.bfloat16)
+    for name in ("x", "out"):
+        assert quick_inputs(CFG, CPU, *{**args, name: flat[1:].view(4, 128)}.values()) is None
 
 
 def test_inside_vmap_is_named() -> None:
