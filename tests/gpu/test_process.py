@@ -337,4 +337,4 @@ def test_sums_of_one_sign_in_a_single_accumulator():
     promoted, single = preactivation_error("promoted"), preactivation_error("single")
     print(f"promoted {promoted:.2e}, single {single:.2e}")
     assert promoted <= 3e-3  # of which rounding to bf16 is 1.7e-3
-    assert 0.01 <= single <= 0.3
+    assert 0.05 <= single <= 0.2
