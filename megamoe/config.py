@@ -56,8 +56,8 @@ class MoEConfig:
     act_group: columns that share a scale in FC1's output, 128 or 64 ("block" only; results differ).
     accum: "promoted" (a second fp32 sum every 128 of K) or "single" ("tensor" only): one accumulator of the tensor
         cores over all of K. It keeps about 14 bits and cuts off the rest, so sums of terms of one sign come out too
-        small, the more so the longer K is: FC1 is within 5e-3 on zero-mean data, but was 0.13 to 0.15 off on all-positive
-        data with K = 7168.
+        small, the more so the longer K is: FC1 is within 5e-3 on zero-mean data, but was 0.13 to 0.15 off on
+        all-positive data with K = 7168.
     route_weight: where the routing weight is applied: "output" (FC2's fp32 sum) or "activation"
         (SwiGLU's result before it is quantised).
     clamp: None, or c > 0: gate <= c and |up| <= c before SwiGLU.
