@@ -129,6 +129,7 @@ class MegaMoE:
     def warmup(self) -> None:
         """Compile and load every kernel that a forward of any T can use. Collective.
 
+        Where all ranks are in this process a first forward calls it itself; with one process a GPU it is refused.
         Waits for this process's devices, because loading touches buffers that a forward may be using.
         """
         self._open()
