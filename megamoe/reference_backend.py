@@ -36,8 +36,7 @@ class ReferenceForward:
         record = self._fault(inputs)
         if record is not None:
             self._workspace.post(record)
-            for y in ys:
-                y.fill_(float("nan"))
+            _write(ys, [torch.full_like(y, float("nan")) for y in ys])
             return
         # The layer computes on one device; ranks of a virtual world may have several.
         device = self._packs[0].w13.device
@@ -45,8 +44,7 @@ class ReferenceForward:
         xs = [self._staged(x, device) for x in xs]
         ids, weights = ([t.to(device) for t in rows] for rows in zip(*((i.ids, i.weights) for i in inputs)))
         packs = [CanonicalExperts(*(t.to(device) for t in pack[:4]), *pack[4:]) for pack in self._packs]
-        for y, result in zip(ys, reference.layer(self._cfg, packs, xs, ids, weights)):
-            y.copy_(result)
+        _write(ys, reference.layer(self._cfg, packs, xs, ids, weights))
         self._workspace.advance()
 
     def _staged(self, x: torch.Tensor | tuple, device: torch.device) -> torch.Tensor | tuple:
@@ -70,6 +68,13 @@ class ReferenceForward:
             if rows > self._capacity:
                 return AbortRecord(Cause.POOL_OVERFLOW, owner, owner, Phase.PULL, -1, self._capacity, rows, epoch)
         return None
+
+
+def _write(ys: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+    """Copy results to outputs of any kind: tensors made in inference mode can be written there only."""
+    with torch.inference_mode():
+        for y, result in zip(ys, results):
+            y.copy_(result)
 
 
 def _bad_route(cfg: MoEConfig, ids: torch.Tensor, weights: torch.Tensor) -> tuple[BadInput, int, int] | None:

@@ -129,6 +129,18 @@ def test_a_layer_made_in_inference_mode_can_be_reset_outside() -> None:
     moe.close(), w.close()
 
 
+def test_tensors_of_inference_mode_are_inputs_and_outputs_outside() -> None:
+    with SingleWorld("cpu") as w, layer_on(w) as moe:
+        p = make_inputs(CFG, [5], "random", 0, "cpu")
+        args = (p.xs[0], p.ids[0], p.weights[0])
+        want = moe(*args)
+        with torch.inference_mode():
+            copies, out = [t.clone() for t in args], torch.empty_like(want)
+        assert torch.equal(moe(*copies), want) and torch.equal(moe(*copies, out=out), want)
+        with torch.inference_mode():
+            assert torch.equal(moe(*args), want) and torch.equal(moe(*args, out=torch.empty_like(want)), want)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_default_device_around_everything_changes_nothing(size) -> None:
     scales = dict(x_scale=0.5, act_scale=0.25)

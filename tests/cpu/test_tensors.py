@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given as given_examples
 from torch._subclasses import FakeTensorMode
 
 from megamoe import InputError, MoEConfig
@@ -174,6 +176,42 @@ def test_the_shortcut_of_good_arguments_passes_no_others(name: str, number: int)
     assert quick_inputs(CFG, CPU, *args.values()) is None
     with pytest.raises(InputError):
         check(args)
+
+
+def cut(t: torch.Tensor) -> torch.Tensor:
+    return shrunk(t) if t.numel() else t
+
+
+LAYOUTS = {
+    "plain": lambda t: t,
+    "view": lambda t: torch.cat([t, t])[len(t) :],
+    "shifted": lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape) if t.numel() else t,
+    "columns": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
+    "transposed": lambda t: t.t().contiguous().t(),
+    "expanded": lambda t: t[:1].expand(len(t), -1),
+    "parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
+    "freed": freed,
+    "shrunk": cut,
+}
+"""How a tensor of the right size may lie in memory."""
+
+
+@given_examples(
+    tokens=st.sampled_from([0, 1, 4, 8, 9]),
+    columns=st.sampled_from([128, 128, 64]),
+    dtypes=st.tuples(*(st.sampled_from([torch.bfloat16, torch.float32, torch.int32, torch.int64]) for _ in range(4))),
+    right=st.tuples(*(st.booleans() for _ in range(4))),
+    layouts=st.tuples(*(st.sampled_from(list(LAYOUTS)) for _ in range(4))),
+)
+def test_the_shortcut_accepts_nothing_that_the_checks_refuse(tokens, columns, dtypes, right, layouts) -> None:
+    good = (torch.bfloat16, torch.int32, torch.float32, torch.bfloat16)
+    shapes = ((tokens, columns), (tokens, 2), (tokens, 2), (tokens, columns))
+    args = [
+        LAYOUTS[layout](torch.zeros(shape, dtype=fits if ok else other))
+        for shape, fits, ok, other, layout in zip(shapes, good, right, dtypes, layouts)
+    ]
+    if quick_inputs(CFG, CPU, *args) is not None:
+        check(dict(zip(("x", "topk_ids", "topk_weights", "out"), args)))  # raises if they refuse
 
 
 def test_the_shortcut_minds_alignment() -> None:
