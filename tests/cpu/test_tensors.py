@@ -200,8 +200,8 @@ LAYOUTS = {
     tokens=st.sampled_from([0, 1, 4, 8, 9]),
     columns=st.sampled_from([128, 128, 64]),
     dtypes=st.tuples(*(st.sampled_from([torch.bfloat16, torch.float32, torch.int32, torch.int64]) for _ in range(4))),
-    right=st.tuples(*(st.booleans() for _ in range(4))),
-    layouts=st.tuples(*(st.sampled_from(list(LAYOUTS)) for _ in range(4))),
+    right=st.tuples(*(st.sampled_from([True, True, True, True, False]) for _ in range(4))),
+    layouts=st.tuples(*(st.sampled_from(["plain"] * 9 + list(LAYOUTS)) for _ in range(4))),
 )
 def test_the_shortcut_accepts_nothing_that_the_checks_refuse(tokens, columns, dtypes, right, layouts) -> None:
     good = (torch.bfloat16, torch.int32, torch.float32, torch.bfloat16)
