@@ -38,15 +38,20 @@ def quick_inputs(cfg: MoEConfig, device: torch.device, x: Any, topk_ids: Any, to
     tensors = (x, topk_ids, topk_weights) if out is None else (x, topk_ids, topk_weights, out)
     if not all_readable(tensors, device):
         return None
-    shape = x.shape
-    if len(shape) != 2 or shape[1] != cfg.hidden or x.dtype is not _BF16 or x.data_ptr() % 16:
+    try:
+        shape = x.shape
+        if len(shape) != 2 or shape[1] != cfg.hidden or x.dtype is not _BF16 or x.data_ptr() % 16:
+            return None
+        tokens = shape[0]
+        routes = (tokens, cfg.top_k)
+        good = tokens <= cfg.max_tokens and topk_ids.shape == routes and topk_weights.shape == routes
+        good = good and topk_ids.dtype in _IDS and topk_weights.dtype in _WEIGHTS
+        if out is not None:
+            good = (
+                good and out.shape == shape and out.dtype is _BF16 and not out.data_ptr() % 16 and not out.requires_grad
+            )
+    except RuntimeError:  # nested tensors have no shape
         return None
-    tokens = shape[0]
-    routes = (tokens, cfg.top_k)
-    good = tokens <= cfg.max_tokens and topk_ids.shape == routes and topk_weights.shape == routes
-    good = good and topk_ids.dtype in _IDS and topk_weights.dtype in _WEIGHTS
-    if out is not None:
-        good = good and out.shape == shape and out.dtype is _BF16 and not out.data_ptr() % 16 and not out.requires_grad
     return Inputs(x, None, topk_ids, topk_weights, tokens) if good else None
 
 

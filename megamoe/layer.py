@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -137,6 +138,7 @@ class MegaMoE:
             raise MegaMoEError("warmup() cannot run inside a graph capture: call it before")
         began = time.perf_counter()
         with self._workspace.order.lock:
+            self._open()  # another thread may have closed it
             self.world.synchronize()
             if self.backend == "reference":
                 self._reference = ReferenceForward(
@@ -250,9 +252,10 @@ class MegaMoE:
             if not isinstance(value, (list, tuple)) or len(value) != len(ranks):
                 raise InputError(name, type(value).__name__, f"a list of {len(ranks)}, one a rank")
         inputs = [self._check(rank, *args) for rank, args in zip(ranks, zip(*lists.values()))]
-        given = [o.data_ptr() for o, i in zip(lists["out"], inputs) if o is not None and i.tokens]
-        if len(set(given)) < len(given):
-            raise InputError("out", "one tensor for several ranks", "a tensor of its own for each rank")
+        given = [(str(o.device), o.data_ptr(), o.nbytes) for o in lists["out"] if o is not None and o.numel()]
+        given.sort()
+        if any(a[0] == b[0] and b[1] < a[1] + a[2] for a, b in pairwise(given)):
+            raise InputError("out", "one tensor for several ranks", "memory of its own for each rank")
         with self._workspace.order.lock:
             self._get_ready()
             ys = [self._new_output(i) if o is None else _written(o) for i, o in zip(inputs, lists["out"])]
@@ -282,6 +285,8 @@ class MegaMoE:
     def _traced(self, x: Any, topk_ids: Any, topk_weights: Any, out: Any) -> Any:
         """The call that a tracer sees: an operator, or for the lists of a virtual world a break of its graph."""
         if self._virtual:
+            if not torch.compiler.is_compiling() and ops.records_graph():
+                raise MegaMoEError("the lists of a VirtualWorld cannot be traced in a graph: trace a layer of one rank")
             return self._untraced(x, topk_ids, topk_weights, out)
         codes, scales = x if isinstance(x, (tuple, list)) else (x, None)
         if out is None:
@@ -320,17 +325,27 @@ class MegaMoE:
     def _check(self, rank: int, x: Activations, ids: torch.Tensor, weights: torch.Tensor, out: Any) -> Inputs:
         device = self.world.device(rank)
         inputs = quick_inputs(self.cfg, device, x, ids, weights, out)
-        if inputs is not None:
-            return inputs
         try:
-            inputs = check_inputs(self.cfg, device, x, ids, weights)
-            if out is not None:
-                check_out(self.cfg, device, out, inputs.tokens)
+            if inputs is None:
+                inputs = check_inputs(self.cfg, device, x, ids, weights)
+                if out is not None:
+                    check_out(self.cfg, device, out, inputs.tokens)
+            if out is not None and ops.differentiates():
+                self._check_tie(inputs, out)
         except InputError as error:
             if not self._virtual:
                 raise
             raise InputError(f"rank {rank}: {error.name}", error.value, error.allowed) from None
         return inputs
+
+    @staticmethod
+    def _check_tie(inputs: Inputs, out: torch.Tensor) -> None:
+        """Refuse an output that autograd could not be told about once it is written."""
+        if ops.has_tangent(out):
+            raise InputError("out", "a dual tensor", "one without a tangent")
+        if ops.wants_gradient((inputs.x, inputs.scales, inputs.weights)) and (out.is_inference() or out._is_view()):
+            kind = "a tensor of inference mode" if out.is_inference() else "a view"
+            raise InputError("out", kind, "a tensor of its own where an input requires grad, or under torch.no_grad()")
 
     def _forward(self, index: int, tokens: int) -> RankForward:
         """What local rank `index` launches for T = tokens."""

@@ -35,6 +35,7 @@ _library.define("inference_only(Tensor grad, Tensor like) -> Tensor", tags=_TAGS
 
 _NO_DERIVATIVE = "megamoe is for inference only: call layers under torch.no_grad(), no derivative passes through them"
 
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _at: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by the address of the handle's number
 _numbers = itertools.count(secrets.randbits(62))  # so that a number of another process names no layer here
@@ -143,7 +144,7 @@ def _follows(t: Tensor | None) -> bool:
         return False
     if t.requires_grad and torch.is_grad_enabled():
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None
+    return has_tangent(t)
 
 
 def inference_only(y: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
@@ -154,6 +155,22 @@ def inference_only(y: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise MegaMoEError(_NO_DERIVATIVE)
     return _InferenceOnly.apply(y, *(t for t in inputs if _follows(t)))
+
+
+def has_tangent(t: Tensor) -> bool:
+    """Whether a tensor carries a tangent of forward-mode AD."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None
+
+
+def records_graph() -> bool:
+    """Whether make_fx or jit.trace records operators now; other modes only watch them."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        or get_proxy_mode() is not None
+    )
 
 
 def differentiates() -> bool:
@@ -172,6 +189,7 @@ def is_traced() -> bool:
         torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
     )
 
 

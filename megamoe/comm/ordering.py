@@ -112,8 +112,10 @@ class StreamOrder:
             self._always = True
             if len(self._captures) > MOST_CAPTURES:
                 del self._captures[next(iter(self._captures))]
-        elif found.last.cuda_stream != stream.cuda_stream:
-            stream.wait_event(found.last.record_event())
+        else:
+            self._captures[number] = self._captures.pop(number)  # the newest again: the oldest is forgotten first
+            if found.last.cuda_stream != stream.cuda_stream:
+                stream.wait_event(found.last.record_event())
         self._capture, found.last = found, stream
 
     def _leave_capture(self, capture: _Capture) -> None:

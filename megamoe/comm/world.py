@@ -7,6 +7,7 @@ ranks, NVSHMEM has one local rank a process. Ranks are positions in the group, 0
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ class World(ABC):
     def __init__(self, size: int, local_ranks: list[int], timeout_s: float) -> None:
         self.size, self.local_ranks, self.timeout_s = size, local_ranks, check_timeout(timeout_s)
         self._workspaces: dict[MoEConfig, Workspace] = {}
+        self._life = threading.RLock()  # held while workspaces come and while all go; taken before their own locks
 
     def __repr__(self) -> str:
         if self._state == "opening":
@@ -144,7 +146,11 @@ class World(ABC):
         self.agree("configuration", value)
         if found is None:
             cfg.pool_capacity(self.size)  # ConfigError, on all ranks alike, before anything is allocated
-            found = self._workspaces[cfg] = Workspace(cfg, self)
+            with self._life:
+                self.require_open("workspace()")
+                found = self._workspaces.get(cfg)  # another thread may have made it
+                if found is None:
+                    found = self._workspaces[cfg] = Workspace(cfg, self)
         return found
 
     @contextlib.contextmanager
@@ -172,12 +178,15 @@ class World(ABC):
         """Free everything and end the world. Collective, bounded; a second call does nothing."""
         if self._state != "open":
             return
-        with contextlib.ExitStack() as forwards:  # of other threads: none is launched on memory that is given back
-            for workspace in self._workspaces.values():
+        with self._life, contextlib.ExitStack() as forwards:
+            if self._state != "open":  # another thread has closed it
+                return
+            workspaces = list(self._workspaces.values())
+            for workspace in workspaces:  # of other threads none launches on memory that is given back
                 forwards.enter_context(workspace.order.lock)
             self.synchronize()
             self.barrier("close")
-            for workspace in self._workspaces.values():
+            for workspace in workspaces:
                 workspace.free()
             self._workspaces.clear()
             self._shut_down()

@@ -143,6 +143,9 @@ def test_virtual_ranks_break_the_graph_and_work() -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, step(p.xs, p.ids, p.weights)))
         with pytest.raises(ConfigError, match=r"moe\.world"):
             Experts(moe)
+        for trace in (make_fx, lambda f: lambda a: torch.jit.trace(f, a, check_trace=False)):
+            with pytest.raises(MegaMoEError, match="cannot be traced"):
+                trace(lambda a: moe([a, p.xs[1]], p.ids, p.weights)[0] * 1)(p.xs[0])
 
 
 def test_export_with_any_token_count(layers) -> None:
@@ -223,6 +226,23 @@ def test_an_output_in_an_autograd_graph_is_refused(call, layers) -> None:
             assert torch.equal(CALLS[call](layers[0], x, ids, weights, out), layers[0](x, ids, weights))
 
 
+@pytest.mark.parametrize("kind", ["inference", "view"])
+def test_an_output_that_cannot_be_tied_is_refused_unwritten(kind, layers) -> None:
+    x, ids, weights = tokens(5)
+    with torch.inference_mode(kind == "inference"):
+        out = torch.zeros_like(x) if kind == "inference" else torch.zeros(10, CFG.hidden, dtype=x.dtype)[5:]
+    with pytest.raises(InputError, match=r"out = 'a (view|tensor of inference mode)'"):
+        layers[0](x, ids, weights.clone().requires_grad_(), out=out)
+    assert not out.any()
+    assert torch.equal(layers[0](x, ids, weights, out=out), layers[0](x, ids, weights))
+
+
+def test_an_output_with_a_tangent_is_refused(layers) -> None:
+    x, ids, weights = tokens(5)
+    with fwAD.dual_level(), pytest.raises(InputError, match="out = 'a dual tensor'"):
+        layers[0](x, ids, weights, out=fwAD.make_dual(torch.zeros_like(x), torch.ones_like(x)))
+
+
 @pytest.mark.parametrize("call", [name for name in CALLS if name.endswith("out")])
 def test_autograd_learns_that_an_output_was_overwritten(call, layers) -> None:
     x, ids, weights = tokens(5)
@@ -249,6 +269,8 @@ def test_tracers_see_an_operator(call, layers) -> None:
     assert "megamoe.forward" in graph.code
     other = torch.randn_like(x)
     assert torch.equal(graph(other), moe(other, ids, weights) + 1)
+    early = make_fx(lambda a: call(moe, a, ids, weights) + 1, pre_dispatch=True)(x)
+    assert "megamoe.forward" in early.code and torch.equal(early(other), moe(other, ids, weights) + 1)
     traced = torch.jit.trace(lambda a: call(moe, a, ids, weights) + 1, x, check_trace=False)
     assert torch.equal(traced(other), moe(other, ids, weights) + 1)
     with FakeTensorMode(allow_non_fake_inputs=True):

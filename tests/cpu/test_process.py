@@ -450,6 +450,45 @@ def test_one_output_for_two_ranks_is_refused() -> None:
         out = torch.empty_like(p.xs[0])
         with pytest.raises(InputError, match="one tensor for several ranks"):
             moe(p.xs, p.ids, p.weights, out=[out, out])
+        both = torch.empty(6, CFG.hidden, dtype=torch.bfloat16)
+        with pytest.raises(InputError, match="one tensor for several ranks"):
+            moe(p.xs, p.ids, p.weights, out=[both[:3], both[2:5]])
+        moe(p.xs, p.ids, p.weights, out=[both[3:], both[:3]])
+
+
+def test_a_world_is_closed_once_whoever_closes_it(monkeypatch) -> None:
+    w = SingleWorld("cpu")
+    layer_on(w).close()
+    downs, started = [], threading.Event()
+    monkeypatch.setattr(w, "_shut_down", lambda: downs.append(1))
+    freed = w._workspaces[CFG].free
+    monkeypatch.setattr(w._workspaces[CFG], "free", lambda: (started.set(), threading.Event().wait(0.1), freed()))
+    first = threading.Thread(target=w.close)
+    first.start(), started.wait()
+    w.close()
+    first.join()
+    assert downs == [1] and w._state == "closed"
+    with pytest.raises(WorldError, match="closed"):
+        layer_on(w)
+
+
+def test_warmup_of_a_layer_that_another_thread_closed() -> None:
+    with SingleWorld("cpu") as w:
+        moe, failures = layer_on(w), []
+
+        def warm() -> None:
+            try:
+                moe.warmup()
+            except MegaMoEError as error:
+                failures.append(str(error))
+
+        with moe._workspace.order.lock:
+            thread = threading.Thread(target=warm)
+            thread.start()
+            threading.Event().wait(0.1)
+            moe.close()
+        thread.join()
+        assert failures == ["this MegaMoE is closed"]
 
 
 @pytest.mark.parametrize(("value", "ranks", "refused"), [("1", 2, True), ("1", 1, False), ("0", 2, False)])
