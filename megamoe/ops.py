@@ -36,6 +36,9 @@ _library.define("inference_only(Tensor grad, Tensor like) -> Tensor", tags=_TAGS
 _NO_DERIVATIVE = "megamoe is for inference only: call layers under torch.no_grad(), no derivative passes through them"
 
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+_modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_jit_trace, _key_included = torch._C._get_tracing_state, torch._C._dispatch_tls_is_dispatch_key_included
+
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _at: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by the address of the handle's number
 _numbers = itertools.count(secrets.randbits(62))  # so that a number of another process names no layer here
@@ -185,12 +188,7 @@ def wants_gradient(inputs: Sequence[Tensor | None]) -> bool:
 
 def is_traced() -> bool:
     """Whether a mode, a torch.func transform or jit.trace watches operators: it would miss launches, which are none."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
-    )
+    return bool(_modes() or _transform() is not None or _jit_trace() is not None or _key_included(_PRE_DISPATCH))
 
 
 def _nothing_below(x: Tensor) -> bool:
