@@ -169,11 +169,7 @@ def records_graph() -> bool:
     """Whether make_fx or jit.trace records operators now; other modes only watch them."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-    return (
-        torch._C._get_tracing_state() is not None
-        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
-        or get_proxy_mode() is not None
-    )
+    return _jit_trace() is not None or _key_included(_PRE_DISPATCH) or get_proxy_mode() is not None
 
 
 def differentiates() -> bool:

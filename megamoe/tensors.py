@@ -45,20 +45,25 @@ def _check_subclass(name: str, value: Tensor) -> None:
         raise InputError(name, f"a {kind}", "a plain tensor, not a wrapper around others")
 
 
-def check_memory(name: str, value: Tensor, align: int) -> None:
-    """Raise InputError unless a tensor of check_type is contiguous, aligned to `align` bytes and really in memory.
+def check_storage(name: str, value: Tensor) -> None:
+    """Raise InputError unless the storage of a tensor of check_type, of any strides, holds its last element.
 
     A storage that was resized under the tensor (FSDP frees parameters so) is found by its size.
     """
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+    held, need = value.untyped_storage().nbytes(), (value.storage_offset() + last + 1) * value.element_size()
+    if held < need and value.numel():
+        what = f"a tensor of {need} bytes on a storage of {held}"
+        raise InputError(name, what, "in memory: its storage was resized or freed (untyped_storage().resize_)")
+
+
+def check_memory(name: str, value: Tensor, align: int) -> None:
+    """Raise InputError unless a tensor of check_type is contiguous, aligned to `align` bytes and really in memory."""
     if not value.is_contiguous():
         raise InputError(f"{name}.stride", value.stride(), "contiguous")
     if value.is_neg():
         raise InputError(name, "a view with the negative bit", "a plain tensor: pass its resolve_neg()")
-    held = value.untyped_storage().nbytes()
-    need = (value.storage_offset() + value.numel()) * value.element_size()
-    if held < need and value.numel():
-        what = f"a tensor of {need} bytes on a storage of {held}"
-        raise InputError(name, what, "in memory: its storage was resized or freed (untyped_storage().resize_)")
+    check_storage(name, value)
     address = value.data_ptr()
     if address % align:
         raise InputError(f"{name}.data_ptr", address, f"a multiple of {align}")

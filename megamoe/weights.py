@@ -24,7 +24,7 @@ from . import numerics, wire
 from .config import BLOCK, FP8_MAX, MoEConfig
 from .errors import ConfigError, InputError
 from .numerics import CanonicalExperts
-from .tensors import check_tensor, check_type
+from .tensors import check_storage, check_tensor, check_type
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -110,11 +110,7 @@ def _check_readable(name: str, x: Tensor) -> None:
     check_type(name, x)
     if x.is_meta:
         raise InputError(f"{name}.device", "meta", "a device with memory")
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
-    held, need = x.untyped_storage().nbytes(), (x.storage_offset() + last + 1) * x.element_size()
-    if held < need and x.numel():
-        what = f"a tensor of {need} bytes on a storage of {held}"
-        raise InputError(name, what, "in memory: its storage was resized or freed (untyped_storage().resize_)")
+    check_storage(name, x)
 
 
 def _check_dtype(name: str, x: Tensor, allowed: Sequence[torch.dtype], hint: str = "") -> None:
